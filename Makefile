@@ -1,0 +1,72 @@
+# Needs python 3.11 or newer and make; everything else is installed into .venv and the user's cache folder.
+SHELL := /bin/bash
+PYTHON ?= python3
+PY := .venv/bin/python
+READY := .venv/.complete
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rollout-service
+ACCEPTANCE ?= ../shared/acceptance
+# Where the +cpu builds of torch come from if pip does not find them anyway; second choice, for it may not be reachable.
+TORCH_CPU_INDEX := the-index-of-cpu-builds
+PIP := $(PY) -m pip --disable-pip-version-check install -qq
+
+.DEFAULT_GOAL := help
+.PHONY: help env engine demo test acceptance check format bench lock clean clean-all
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
+
+env: $(READY)  ## the service's environment, .venv, from the lock
+
+$(READY): requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("rollout-service needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "making .venv (some minutes the first time)"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) -r requirements/dev.txt || { echo "trying again with PyTorch's index of CPU builds"; $(PIP) --extra-index-url $(TORCH_CPU_INDEX) -r requirements/dev.txt; }
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+engine: $(READY)  ## the environment of the real vLLM CPU server, in the user's cache folder (3.5 GB)
+	@$(PY) -m examples.engine.environment
+
+demo: $(READY)  ## engine, service and trainer with a live table (ENGINE=sim: without vLLM; KEEP=1: leave it running)
+	@$(PY) -m examples.cpu_grpo.demo
+
+test: $(READY)  ## all tests, those on a real vLLM server included
+	@$(PY) -m examples.engine.environment; code=$$?; \
+	if [ $$code -eq 0 ]; then export REQUIRE_VLLM=1; elif [ $$code -ne 3 ]; then exit $$code; fi; \
+	$(PY) -m pytest
+	@$(MAKE) --no-print-directory acceptance
+
+# From an empty folder and without this project's pytest settings: the kit brings its own and its folder is read-only.
+acceptance: $(READY)  ## the contract's black-box tests, where they stand beside this folder
+	@if [ -d "$(ACCEPTANCE)" ]; then \
+	  folder=$$(mktemp -d) && cd "$$folder" && trap 'rm -rf "$$folder"' EXIT && \
+	  ROLLOUT_SERVICE="$(CURDIR)/.venv/bin/rollout-service" PYTHONDONTWRITEBYTECODE=1 \
+	  "$(CURDIR)/$(PY)" -m pytest -q --timeout 120 -p no:cacheprovider -c /dev/null --rootdir "$$folder" "$(abspath $(ACCEPTANCE))"; \
+	else echo "no acceptance kit at $(ACCEPTANCE)"; fi
+
+check: $(READY)  ## lint, format, types, import rules
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy rollout_service trainer_client examples $(wildcard benchmarks)
+	@.venv/bin/lint-imports
+
+format: $(READY)  ## mend what the linter and the formatter can mend
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: $(READY)  ## the service beside a bare client on one simulated engine
+	@$(PY) -m benchmarks
+
+lock: $(READY)  ## resolve both locks anew
+	@CUSTOM_COMPILE_COMMAND="make lock" .venv/bin/pip-compile -q --upgrade --extra dev --allow-unsafe --strip-extras --annotation-style line \
+	  --no-emit-index-url --no-emit-find-links --no-emit-trusted-host -o requirements/dev.txt pyproject.toml
+	@sed -i.bak -E 's/^torch==([0-9.]+)\+cpu +/torch==\1+cpu ; platform_system == "Linux"\ntorch==\1 ; platform_system != "Linux"  /' requirements/dev.txt && rm requirements/dev.txt.bak
+	@$(PY) -m examples.engine.environment --lock
+
+clean:  ## remove .venv and what tools left in this folder
+	rm -rf .venv build dist bench.json .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-all: clean  ## the engine's environments in the user's cache folder too
+	rm -rf "$(CACHE)"/engine-*

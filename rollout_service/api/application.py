@@ -1,0 +1,75 @@
+"""The API as an ASGI application; starts and owns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from rollout_service import __version__
+from rollout_service.api import (
+    control,
+    engines,
+    groups,
+    leases,
+    policy_version,
+    probes,
+    problems,
+    prompts,
+    schemas,
+    status,
+)
+from rollout_service.api.context import Context
+from rollout_service.api.edge import Edge
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+_UNREFERENCED = (
+    problems.Problem,
+    schemas.VersionBody,
+    schemas.PromptsBody,
+    schemas.PromptRow,
+    schemas.LeaseBody,
+    schemas.LeasePart,
+    schemas.RenewBody,
+)
+"""Models that FastAPI does not see, because bodies are read by body.py and problems written by problems.py."""
+
+
+def build_api(context: Context, lifespan: Lifespan | None = None) -> FastAPI:
+    """Every route over `context`."""
+    app = FastAPI(
+        title="rollout-service",
+        version=__version__,
+        summary="Asynchronous rollouts for reinforcement learning of language models",
+        lifespan=lifespan,
+        # Their pages load scripts from elsewhere; /openapi.json is there for tools.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    for module in (policy_version, prompts, leases, groups, status, engines, control, probes):
+        app.include_router(module.routes)
+    problems.install(app)
+    app.add_middleware(Edge, metrics=context.metrics)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's own way to extend the document
+    return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title, version=app.version, summary=app.summary, routes=app.routes, tags=app.openapi_tags
+        )
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in _UNREFERENCED], ref_template="#/components/schemas/{model}"
+        )
+        found = document.setdefault("components", {}).setdefault("schemas", {})
+        document["components"]["schemas"] = {**definitions["$defs"], **found}
+        app.openapi_schema = document
+    return app.openapi_schema

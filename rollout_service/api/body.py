@@ -1,0 +1,105 @@
+"""Request bodies: strict JSON of bounded size under any content type.
+
+What always holds: a route that asks for a `JsonBody(Model)` gets a checked Model or is not called; what is no JSON
+object is a 400, a body over the limit a 413, a wrong type, an unknown field or a value out of bounds a 422 that names
+the field. Nothing is coerced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from rollout_service.api.problems import field_path
+from rollout_service.errors import BadRequest, BodyTooLarge, InvalidField
+
+MAX_BODY_BYTES = 64 * 2**20
+"""10,000 prompts of 1,000 tokens fit well; one call cannot fill the memory."""
+MAX_NESTING = 100
+"""Levels of nesting; fields have bounds of their own below it, and readers that recurse are safe above it."""
+OFF_LOOP_BYTES = 64 * 2**10
+"""Larger bodies are decoded in a thread: a millisecond of decoding is the most the event loop should give."""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class JsonBody(Generic[M]):
+    """Dependency that reads the body as a `model`. `optional`: an empty body counts as `{}`."""
+
+    def __init__(self, model: type[M], *, optional: bool = False) -> None:
+        self.model = model
+        self.optional = optional
+
+    async def __call__(self, request: Request) -> M:
+        content = await read_body(request)
+        if self.optional and not content.strip():
+            content = b"{}"
+        if len(content) > OFF_LOOP_BYTES:
+            return await asyncio.to_thread(self._checked, content)
+        return self._checked(content)
+
+    def _checked(self, content: bytes) -> M:
+        value = decode_object(content)
+        try:
+            return self.model.model_validate(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            field = field_path(first["loc"])
+            raise InvalidField(f"{field}: {first['msg']}" if field else first["msg"], field=field) from None
+
+    def openapi(self) -> dict[str, Any]:
+        """The operation's `requestBody`."""
+        schema = {"$ref": f"#/components/schemas/{self.model.__name__}"}
+        return {"required": not self.optional, "content": {"application/json": {"schema": schema}}}
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, at most MAX_BODY_BYTES of it. Raises BodyTooLarge."""
+    too_large = BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes; send fewer prompts at a time")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def decode_object(content: bytes) -> dict[str, Any]:
+    """`content` as a JSON object. Raises BadRequest."""
+    try:
+        value = msgspec.json.decode(content)
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body is not valid UTF-8 (byte {error.start})") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error}" if content.strip() else "the body is empty") from None
+    if not isinstance(value, dict):
+        raise BadRequest("the body is not a JSON object")
+    if _deeper_than(value, MAX_NESTING):
+        raise BadRequest(f"the body is nested deeper than {MAX_NESTING} levels")
+    return value
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    """Without recursion: readers further on recurse, and must not fail on what was let in here."""
+    layer = [value]
+    for _ in range(levels + 1):
+        layer = [
+            child
+            for item in layer
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, dict | list)
+        ]
+        if not layer:
+            return False
+    return True

@@ -1,0 +1,81 @@
+"""What the routes need of the rest, as narrow as they use it. Fakes of these make a whole API in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, cast
+
+from fastapi import Depends, Request
+
+from rollout_service.core.changes import Bumped
+from rollout_service.core.group import Group, Lease
+from rollout_service.core.model import GroupState
+from rollout_service.metrics import Metrics
+from rollout_service.orchestrator.views import GroupView, LeaseAnswer, LeaseRequest, StatusView, Submission
+from rollout_service.settings import Settings
+
+
+class Orchestrator(Protocol):
+    """The one writer. Every method raises errors of `rollout_service.errors`."""
+
+    @property
+    def version(self) -> int:
+        """The current policy version."""
+
+    async def post_version(self, version: int, *, reset: bool = False) -> Bumped: ...
+
+    async def submit(
+        self, submissions: Sequence[Submission], *, final: bool | None = None
+    ) -> list[tuple[str, str]]:
+        """(group_id, prompt_id) in the order of `submissions`."""
+
+    async def lease(self, request: LeaseRequest, hung_up: Awaitable[None] | None = None) -> LeaseAnswer:
+        """Raises HungUp where `hung_up` completes first."""
+
+    async def abandon(self, lease: Lease) -> None:
+        """The caller has gone: groups of a lease without `request_id` are released at once."""
+
+    async def ack(self, lease_id: str, group_ids: Sequence[str] | None) -> list[str]: ...
+
+    async def release(self, lease_id: str, group_ids: Sequence[str] | None) -> list[str]: ...
+
+    async def renew(self, lease_id: str, lease_s: int | None) -> Lease: ...
+
+    async def cancel(self, group_id: str) -> Group: ...
+
+    async def group(self, group_id: str) -> GroupView: ...
+
+    async def groups(self, states: Collection[GroupState], *, after: int, limit: int) -> Sequence[Group]: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def status(self) -> StatusView: ...
+
+
+class Fleet(Protocol):
+    """The engines."""
+
+    def describe(self) -> list[dict[str, Any]]: ...
+
+    def healthy_capacity(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """Everything a route may use."""
+
+    settings: Settings
+    orchestrator: Orchestrator
+    fleet: Fleet
+    metrics: Metrics
+
+
+def _context(request: Request) -> Context:
+    return cast(Context, request.app.state.context)
+
+
+Ctx = Annotated[Context, Depends(_context)]
+"""A route's parameter of this type gets the application's Context."""

@@ -1,0 +1,192 @@
+"""Leases: scored groups out, acks in.
+
+What always holds: a caller that hangs up while it waits costs no group; one that hangs up before the last byte was
+handed to the socket has its groups released at once, unless a `request_id` can fetch them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rollout_service.api import wire
+from rollout_service.api.body import JsonBody
+from rollout_service.api.context import Context, Ctx
+from rollout_service.api.problems import CLIENT_GONE, declared
+from rollout_service.api.routing import router
+from rollout_service.api.schemas import (
+    AckAnswer,
+    LeaseAnswer,
+    LeaseBody,
+    LeasePart,
+    ReleaseAnswer,
+    RenewAnswer,
+    RenewBody,
+)
+from rollout_service.core.group import Lease
+from rollout_service.errors import InvalidField, NotFound
+from rollout_service.orchestrator import HungUp
+from rollout_service.orchestrator import views
+from rollout_service.settings import Settings
+
+CHUNK_BYTES = 2**20
+"""JSON written by one turn of a thread and held in memory at once."""
+MAX_LEASE_ID = 128
+
+routes = router("leases")
+
+
+@routes.post(
+    "/leases", response_class=Response, responses={200: {"model": LeaseAnswer}, **declared(400, 409, 413, 422, 503)}
+)
+async def post_lease(
+    ctx: Ctx, request: Request, body: Annotated[LeaseBody, Depends(JsonBody(LeaseBody))]
+) -> Response:
+    """Lease scored groups, oldest version first; waits up to `wait_s` seconds for `min_groups` of them."""
+    _check_min_groups(body.min_groups, body.max_groups, ctx.settings)
+    asked = views.LeaseRequest(
+        max_groups=body.max_groups,
+        min_groups=body.min_groups,
+        wait_s=body.wait_s,
+        lease_s=body.lease_s,
+        consumer=body.consumer,
+        request_id=body.request_id,
+    )
+    async with _watched(request.receive) as gone:
+        try:
+            answer = await ctx.orchestrator.lease(asked, asyncio.shield(gone))
+        except HungUp:
+            return Response(status_code=CLIENT_GONE)
+    return LeaseResponse(ctx, answer)
+
+
+@routes.post("/leases/{lease_id}/ack", responses=declared(400, 404, 409, 413, 422, 503))
+async def post_ack(
+    ctx: Ctx, lease_id: str, body: Annotated[LeasePart, Depends(JsonBody(LeasePart, optional=True))]
+) -> AckAnswer:
+    """The groups are the trainer's for good, all of the lease or those named. Idempotent; all or nothing."""
+    acked = await ctx.orchestrator.ack(_lease_id(lease_id), body.group_ids)
+    return AckAnswer(lease_id=lease_id, acked=acked)
+
+
+@routes.post("/leases/{lease_id}/release", responses=declared(400, 404, 409, 413, 422, 503))
+async def post_release(
+    ctx: Ctx, lease_id: str, body: Annotated[LeasePart, Depends(JsonBody(LeasePart, optional=True))]
+) -> ReleaseAnswer:
+    """Give groups back: ready again, or stale where they have become too old."""
+    released = await ctx.orchestrator.release(_lease_id(lease_id), body.group_ids)
+    return ReleaseAnswer(lease_id=lease_id, released=released)
+
+
+@routes.post("/leases/{lease_id}/renew", responses=declared(400, 404, 409, 413, 422, 503))
+async def post_renew(
+    ctx: Ctx, lease_id: str, body: Annotated[RenewBody, Depends(JsonBody(RenewBody, optional=True))]
+) -> RenewAnswer:
+    """Extend a live lease to `lease_s` seconds from now."""
+    lease = await ctx.orchestrator.renew(_lease_id(lease_id), body.lease_s)
+    return RenewAnswer(lease_id=lease.lease_id, expires_at=wire.timestamp(lease.expires_at))
+
+
+def _check_min_groups(min_groups: int, max_groups: int, settings: Settings) -> None:
+    """More than can ever be ready at once would wait for ever."""
+    bounds = {"max_groups": max_groups, "groups.max_ready_groups": settings.groups.max_ready_groups}
+    if settings.dispatch.admission == "pace":
+        pace = (settings.groups.max_staleness + 1) * settings.dispatch.groups_per_step
+        bounds["the pace bound (max_staleness + 1) * groups_per_step"] = pace
+    for name, bound in bounds.items():
+        if min_groups > bound:
+            raise InvalidField(f"min_groups: {min_groups} is above {name}, which is {bound}", field="min_groups")
+
+
+def _lease_id(text: str) -> str:
+    if len(text) > MAX_LEASE_ID or not text.isprintable():
+        raise NotFound("no such lease")
+    return text
+
+
+@asynccontextmanager
+async def _watched(receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
+    """A future that completes when the caller hangs up. The request's body must have been read."""
+    watch = asyncio.create_task(_hung_up(receive), name="hang-up-watch")
+    try:
+        yield watch
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class LeaseResponse(Response):
+    """A lease written chunk by chunk; abandons it where the caller is gone before the end."""
+
+    media_type = "application/json"
+
+    def __init__(self, ctx: Context, answer: views.LeaseAnswer) -> None:
+        super().__init__()
+        del self.headers["content-length"]  # it is not known before the last chunk
+        self._ctx = ctx
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        lease = self._answer.lease
+        try:
+            async with _watched(receive) as gone:
+                delivered = await self._deliver(send, gone.done)
+        except BaseException:
+            # Cancelled, or an answer that could not be written: the groups must not wait for the lease's end.
+            if lease is not None:
+                await asyncio.shield(_in_background(self._ctx.orchestrator.abandon(lease)))
+            raise
+        if lease is not None and not delivered:
+            await self._ctx.orchestrator.abandon(lease)
+
+    async def _deliver(self, send: Send, gone: Callable[[], bool]) -> bool:
+        """Whether the caller was there until the end."""
+        pieces = self._pieces()
+        chunk = await asyncio.to_thread(_take, pieces) if self._answer.lease else _take(pieces)
+        if gone():
+            return False
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while chunk:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            chunk = await asyncio.to_thread(_take, pieces) if self._answer.lease else _take(pieces)
+            if gone():
+                return False
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+
+    def _pieces(self) -> Iterator[bytes]:
+        answer, sampling = self._answer, self._ctx.settings.sampling.request_fields()
+        yield wire.lease_head(answer)
+        if answer.lease is not None:
+            for number, payload in enumerate(answer.payloads):
+                if number:
+                    yield b","
+                yield from wire.group_pieces(payload, answer.lease, sampling)
+        yield wire.TAIL
+
+
+def _take(pieces: Iterator[bytes]) -> bytes:
+    """The next chunk; empty at the end."""
+    taken: list[bytes] = []
+    size = 0
+    while size < CHUNK_BYTES and (piece := next(pieces, None)) is not None:
+        taken.append(piece)
+        size += len(piece)
+    return b"".join(taken)
+
+
+def _in_background(call: Awaitable[None]) -> asyncio.Future[Any]:
+    """Runs to its end although the request's own task is being cancelled."""
+    return asyncio.ensure_future(call)

@@ -1,0 +1,322 @@
+"""Shapes of requests and answers. Requests are exact: no coercion, no unknown fields, every number bounded.
+
+Answers with tokens in them are written by wire.py; their models here are what OpenAPI shows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from rollout_service.core.model import GroupState
+from rollout_service.prompts.rows import MAX_EPOCH, MAX_ID_CHARACTERS
+from rollout_service.settings import SamplingOverrides
+from rollout_service.settings.tables import MAX_GROUP_SIZE, MAX_VERSION
+
+MAX_PROMPTS = 10_000
+"""Prompts of one call: more would hold the store's writer for too long in one transaction."""
+MAX_LEASE_GROUPS = 1024
+MAX_PAGE = 1000
+
+PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
+PolicyVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]
+LeaseSeconds = Annotated[int, Field(ge=1, le=86_400)]
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
+GroupId = Annotated[str, Field(min_length=1, max_length=32, examples=["g-42"])]
+
+
+class Request(BaseModel):
+    """A request body."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class VersionBody(Request):
+    """`POST /policy_version`."""
+
+    version: PolicyVersion = Field(description="Number of weight updates every engine has by now.")
+    reset: bool = Field(default=False, description="Allow a lower version: a trainer went back.")
+
+
+class PromptRow(Request):
+    """One prompt: exactly one of `messages`, `prompt` and `prompt_token_ids`."""
+
+    prompt_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)] | None = Field(
+        default=None, description="Identity together with `epoch`; missing: a random one."
+    )
+    epoch: Annotated[int, Field(ge=0, le=MAX_EPOCH)] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    prompt_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1)] | None = None
+    columns: dict[str, Any] | None = Field(default=None, description="Further fields, for the rewards.")
+    num_generations: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)] | None = None
+    sampling: SamplingOverrides | None = None
+
+
+class PromptsBody(Request):
+    """`POST /prompts`. All or nothing."""
+
+    # Rows are checked one by one by prompts.rows, which knows the run's defaults; PromptRow is for readers.
+    prompts: Annotated[
+        list[Any],
+        Field(max_length=MAX_PROMPTS),
+        WithJsonSchema(
+            {"type": "array", "maxItems": MAX_PROMPTS, "items": {"$ref": "#/components/schemas/PromptRow"}}
+        ),
+    ]
+    final: bool | None = Field(default=None, description="true: no more prompts will come.")
+
+
+class LeaseBody(Request):
+    """`POST /leases`."""
+
+    max_groups: int = Field(ge=1, le=MAX_LEASE_GROUPS)
+    min_groups: int = Field(default=1, ge=1, le=MAX_LEASE_GROUPS, description="Wait until so many are ready.")
+    wait_s: int = Field(default=30, ge=0, le=60)
+    lease_s: LeaseSeconds = 600
+    consumer: Name | None = Field(default=None, description="For people.")
+    request_id: Name | None = Field(default=None, description="The same id again gets the same lease again.")
+
+
+class LeasePart(Request):
+    """`POST /leases/{lease_id}/ack` and `/release`."""
+
+    group_ids: Annotated[list[GroupId], Field(min_length=1, max_length=MAX_LEASE_GROUPS)] | None = Field(
+        default=None, description="Missing: all of the lease."
+    )
+
+
+class RenewBody(Request):
+    """`POST /leases/{lease_id}/renew`."""
+
+    lease_s: LeaseSeconds | None = Field(default=None, description="Missing: the lease's own.")
+
+
+def _decimal(value: Any) -> Any:
+    """Query parameters are text: plain digits are a number, everything else is refused."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10 else value
+
+
+class GroupsQuery(BaseModel):
+    """`GET /groups`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    state: list[Annotated[str, Field(max_length=200)]] = Field(
+        default=[], max_length=16, description="Repeated, or separated by commas; none: every state."
+    )
+    limit: Annotated[int, BeforeValidator(_decimal), Field(strict=True, ge=1, le=MAX_PAGE)] = 100
+    after: str | None = Field(default=None, max_length=32, description="Group id: the page begins behind it.")
+
+
+class Answer(BaseModel):
+    """What a route answers."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class VersionAnswer(Answer):
+    version: int
+    max_staleness: int
+
+
+class BumpAnswer(Answer):
+    version: int
+    previous: int
+    stale_groups: int = Field(description="Groups that lost work to this version.")
+    aborted_rollouts: int = Field(description="Rollouts in flight that were stopped.")
+
+
+class SubmittedGroup(Answer):
+    group_id: str
+    prompt_id: str
+
+
+class PromptsAnswer(Answer):
+    groups: list[SubmittedGroup] = Field(description="In the order of the prompts.")
+
+
+class SampleAnswer(Answer):
+    """One training row of T tokens."""
+
+    rollout_id: str
+    index: int
+    policy_version: int
+    prompt: Any = Field(description="Messages, text, or null where the engine cannot tell the text of ids.")
+    completion: Any
+    input_ids: list[int]
+    completion_mask: list[int] = Field(description="1 on tokens to train, 0 on context.")
+    old_log_probs: list[float] = Field(description="The engine's logprob where the mask is 1, 0.0 elsewhere.")
+    reward: float | None = Field(description="null: unscored.")
+    rewards: dict[str, float | None]
+    advantage: float
+    scored: bool
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    truncated: bool
+    metrics: dict[str, float]
+    weight_versions: list[dict[str, Any]] | None = Field(default=None, description="Where the engine reports spans.")
+
+
+class GroupAnswer(Answer):
+    """A scored group."""
+
+    group_id: str
+    prompt_id: str
+    epoch: int
+    attempt: int
+    num_generations: int
+    policy_version: int
+    staleness: int
+    zero_variance: bool
+    reward_mean: float | None
+    reward_std: float | None
+    columns: dict[str, Any]
+    sampling: dict[str, Any]
+    logprobs_mode: str | None
+    samples: list[SampleAnswer]
+
+
+class LeaseAnswer(Answer):
+    lease_id: str | None = Field(description="null where there are no groups.")
+    expires_at: str | None = Field(description="RFC 3339, UTC.")
+    status: Literal["ok", "empty", "exhausted"]
+    policy_version: int = Field(description="The version the lease was made at.")
+    outstanding: int
+    groups: list[GroupAnswer]
+
+
+class AckAnswer(Answer):
+    lease_id: str
+    acked: list[str]
+
+
+class ReleaseAnswer(Answer):
+    lease_id: str
+    released: list[str]
+
+
+class RenewAnswer(Answer):
+    lease_id: str
+    expires_at: str
+
+
+class GroupRow(Answer):
+    """A group in a list."""
+
+    group_id: str
+    prompt_id: str
+    epoch: int
+    state: GroupState
+    reason: str | None
+    attempt: int
+    tries: int
+    num_generations: int
+    policy_version: int | None
+    staleness: int | None
+    error: str | None
+    engine: str | None
+    lease_id: str | None
+    acked_by: str | None
+    submitted_at: str
+    age_s: float
+    state_age_s: float
+
+
+class GroupPage(Answer):
+    groups: list[GroupRow]
+    next: str | None = Field(description="`after` of the next page; null: this was the last.")
+
+
+class RolloutRow(Answer):
+    """One row of a group, wherever it stands."""
+
+    index: int
+    state: Literal["waiting", "running", "finished", "failed"]
+    in_flight_s: float | None = None
+    finish_reason: str | None = None
+    tokens: int | None = None
+    text: str | None = None
+    error: str | None = None
+    reason: str | None = None
+    engine: str | None = None
+    attempts: int | None = None
+    reward: float | None = None
+    rewards: dict[str, float | None] | None = None
+    advantage: float | None = None
+
+
+class GroupDetail(GroupRow):
+    """A group with everything that is known of it."""
+
+    rows: dict[str, list[int]] = Field(description="Row numbers of this attempt by state.")
+    rollouts: list[RolloutRow]
+    reward_errors: dict[str, str]
+    columns: dict[str, Any] | None
+    prompt: Any = Field(description="Messages, text or token ids; null once the group ended and it was removed.")
+    sampling: dict[str, Any] | None
+
+
+class SlotsAnswer(Answer):
+    total: int
+    used: int
+    free: int
+
+
+class HaltAnswer(Answer):
+    reason: str
+    group_id: str
+    engine: str | None
+    error: str
+    since: str
+
+
+class OldestAnswer(Answer):
+    group_id: str
+    state: GroupState
+    age_s: float
+
+
+class StoreAnswer(Answer):
+    ok: bool
+    error: str | None
+
+
+class LeasesAnswer(Answer):
+    live: int
+    waiting_calls: int
+
+
+class StatusAnswer(Answer):
+    policy_version: int
+    max_staleness: int
+    submitted: int
+    groups: dict[GroupState, int]
+    outstanding: int
+    slots: SlotsAnswer
+    paused: bool
+    halted: HaltAnswer | None
+    blocked: str | None = Field(description="Why no new group is opened now.")
+    final: bool
+    read_position: int = Field(description="Rows of the prompts file submitted so far, over all epochs.")
+    oldest_outstanding: OldestAnswer | None
+    leases: LeasesAnswer
+    store: StoreAnswer
+    engines: list[dict[str, Any]]
+
+
+class EnginesAnswer(Answer):
+    engines: list[dict[str, Any]]
+
+
+class ControlAnswer(Answer):
+    paused: bool
+    halted: HaltAnswer | None
+
+
+class LiveAnswer(Answer):
+    status: Literal["alive"] = "alive"
+
+
+class ReadyAnswer(Answer):
+    status: Literal["ready"] = "ready"

@@ -1,0 +1,57 @@
+"""What the engines room is told at start, and what it tells while it works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout_service.core.model import FailureReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetSettings:
+    """Limits of a fleet; the names are those of the configuration."""
+
+    model: str = ""
+    """Served model every engine must have; empty: what each serves first."""
+    max_attempts: int = 3
+    """Engine attempts of one generation, >= 1."""
+    request_timeout_s: float = 600.0
+    engine_wait_s: float = 300.0
+    """How long a generation waits while no engine is healthy."""
+    probe_interval_s: float = 2.0
+    temperature: float = 1.0
+    """The configured temperature: at another one than 1 raw logprobs are refused."""
+    allow_raw_logprobs: bool = False
+
+
+class EngineEvents(Protocol):
+    """What the fleet counts. Called on the event loop; must not raise."""
+
+    def retried(self, reason: FailureReason) -> None:
+        """An engine request failed for `reason` and is sent again."""
+
+    def abort_issued(self, count: int) -> None:
+        """`count` engine requests are being aborted (each once, repetitions of a call not counted)."""
+
+    def abort_failed(self, count: int) -> None:
+        """An abort call for `count` ids failed."""
+
+    def request_done(self, seconds: float) -> None:
+        """An engine request gave a completion, `seconds` after it was sent."""
+
+
+class NoEvents:
+    """Counts nothing."""
+
+    def retried(self, reason: FailureReason) -> None:
+        pass
+
+    def abort_issued(self, count: int) -> None:
+        pass
+
+    def abort_failed(self, count: int) -> None:
+        pass
+
+    def request_done(self, seconds: float) -> None:
+        pass

@@ -1,0 +1,430 @@
+"""One vLLM server, over HTTP: the only module with HTTP clients for engines.
+
+What always holds: generation and `/detokenize` go over one shared aiohttp session without a limit of connections,
+everything else over httpx, so that an abort never queues behind generations; an idle connection is kept 2 s, less than
+any server keeps it; a request that is cancelled or timed out has its connection closed AND its abort id sent; no text
+or log of this module holds credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from array import array
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+import httpx
+import msgspec
+import structlog
+from aiohttp.abc import AbstractCookieJar
+from yarl import URL
+
+from rollout_service.core.model import Turn
+from rollout_service.engines.aborts import AbortBatch, AbortEvents
+from rollout_service.engines.answers import chat_turn, error_message, text_turn
+from rollout_service.engines.faults import BadAnswer, RequestTimeout, StaleConnection, StatusFault, TransportFault
+from rollout_service.engines.requests import GenerateRequest, Route, encode_body
+from rollout_service.errors import ConfigError
+
+KEEPALIVE_S = 2.0
+"""vLLM closes idle connections after 5 s, just when a client would use them again."""
+CONNECT_S = 10.0
+"""A host that does not answer a connect in this time is down."""
+STALE_WITHIN_S = 5.0
+"""A lost race against an idle close shows within a round trip; what breaks later was the engine's doing."""
+MODELS_TIMEOUT_S = 5.0
+SERVER_INFO_TIMEOUT_S = 20.0
+"""The first /server_info of a vLLM server collects facts about its machine, which takes seconds."""
+DETOKENIZE_TIMEOUT_S = 10.0
+LARGE_BODY = 1_000_000
+"""aiohttp warns of bytes bodies above 1 MiB (they hold the loop); larger ones are sent in pieces of this size."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """An engine as configured."""
+
+    url: str
+    """Base URL, without `/v1`."""
+    max_inflight: int = 256
+    """Generation requests at once, >= 1."""
+    api_key: str = field(default="", repr=False)
+    """Bearer key, or empty."""
+
+
+class AbortMode(StrEnum):
+    """How a request is aborted at the engine. The connection is closed in every mode."""
+
+    REQUESTS = "requests"
+    """`POST /abort_requests` (a server in dev mode)."""
+    SCALE_OUT = "scale_out"
+    """`POST /inference/v1/abort_requests` (a server with scale-out)."""
+    CLOSE = "close"
+    """Only by closing the connection."""
+
+
+_ABORT_PATHS = {AbortMode.REQUESTS: "/abort_requests", AbortMode.SCALE_OUT: "/inference/v1/abort_requests"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself."""
+
+    model: str
+    """The served model that requests name."""
+    max_model_len: int | None
+    """Tokens of prompt and completion together; None where it does not say."""
+    logprobs_mode: str | None
+    """"raw_logprobs", "processed_logprobs", ...; None where it cannot be read."""
+    vocab_size: int | None
+    abort: AbortMode
+
+
+class _Flight:
+    """Whether the connection of one request was opened for it; kept in a context variable of its task."""
+
+    __slots__ = ("opened",)
+
+    def __init__(self) -> None:
+        self.opened = False
+
+
+_FLIGHT: ContextVar[_Flight | None] = ContextVar("rollout_engine_flight", default=None)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Tells a request that its connection is new. aiohttp calls this only where none could be reused."""
+
+    async def _create_connection(self, *args: Any, **kwargs: Any) -> Any:
+        if (flight := _FLIGHT.get()) is not None:
+            flight.opened = True
+        return await super()._create_connection(*args, **kwargs)
+
+
+class EngineClients:
+    """The HTTP clients all engines of a fleet share. Made inside the running loop, closed by `close`."""
+
+    def __init__(self) -> None:
+        self.generation = _session(_Connector(limit=0, keepalive_timeout=KEEPALIVE_S))
+        # For the one retry after a stale connection: the pool may hold more stale ones, this never has any.
+        self.fresh = _session(_Connector(limit=0, force_close=True))
+        # Control calls are few: a new connection each is cheap, and a stale one would look like a dead engine.
+        self.control = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            timeout=MODELS_TIMEOUT_S,
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self.generation.close()
+        await self.fresh.close()
+        await self.control.aclose()
+
+
+def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    jar: AbstractCookieJar = aiohttp.DummyCookieJar()
+    return aiohttp.ClientSession(connector=connector, cookie_jar=jar, raise_for_status=False, trust_env=False)
+
+
+def public_url(url: str) -> str:
+    """`url` without user, password, query and fragment."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+
+
+class VllmEngine:
+    """One vLLM server."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        id: str,
+        clients: EngineClients,
+        events: AbortEvents,
+        clock: Callable[[], float],
+    ) -> None:
+        self.id = id
+        self.url = public_url(spec.url)
+        self.info: EngineInfo | None = None
+        """What `learn` read last."""
+        # A key replaces credentials in the URL: aiohttp refuses to send both.
+        self._base = self.url if spec.api_key else spec.url.rstrip("/")
+        self._clients = clients
+        self._clock = clock
+        self._auth = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
+        self._headers = {"Content-Type": "application/json", **self._auth}
+        self._routes = {route: URL(self._base + route.path) for route in Route}
+        self._detokenize = URL(self._base + "/detokenize")
+        self._usual: aiohttp.ClientTimeout | None = None
+        self._out: dict[str, float] = {}
+        self._aborts = AbortBatch(self._abort, events, clock=clock, url=self.url)
+        self._close_only_said = False
+
+    # -- generation
+
+    async def generate(
+        self, request: GenerateRequest, request_id: str, *, timeout_s: float, fresh: bool = False
+    ) -> Turn:
+        """Generate once. `fresh`: on a connection of its own. Raises `EngineFault`; cancelling aborts at the engine.
+
+        The engine must have been learnt.
+        """
+        info = self.info
+        if info is None:
+            raise TransportFault(f"{self.url} was never reached")
+        route = request.route
+        abort_id = route.abort_id(request_id)
+        body = encode_body(request, request_id, info.model)
+        flight = _Flight()
+        _FLIGHT.set(flight)
+        session = self._clients.fresh if fresh else self._clients.generation
+        sent_at = self._out[abort_id] = self._clock()
+        answered = False
+        try:
+            async with session.post(
+                self._routes[route],
+                data=body if len(body) <= LARGE_BODY else _pieces(body),
+                headers={**self._headers, "X-Request-Id": request_id},
+                timeout=self._timeout(timeout_s),
+                allow_redirects=False,
+            ) as response:
+                answered = True
+                raw = await response.read()
+        except asyncio.CancelledError:
+            self._aborts.add(abort_id, sent_at)
+            raise
+        except aiohttp.ConnectionTimeoutError as error:
+            raise TransportFault(f"no connection to {self.url} in {min(CONNECT_S, timeout_s):g} s") from error
+        except TimeoutError as error:
+            self._aborts.add(abort_id, sent_at)
+            raise RequestTimeout(f"no answer in {timeout_s:.3g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._broken(error, flight, answered, sent_at) from error
+        finally:
+            del self._out[abort_id]
+        if response.status != 200:
+            raise _refusal(response.status, raw, response.headers.get("Retry-After"))
+        if route is Route.CHAT:
+            return chat_turn(raw, vocab_size=info.vocab_size, engine=self.id)
+        return text_turn(raw, sent_ids=request.token_ids, vocab_size=info.vocab_size, engine=self.id)
+
+    def _broken(self, error: Exception, flight: _Flight, answered: bool, sent_at: float) -> TransportFault:
+        detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, aiohttp.ContentTypeError | aiohttp.ClientPayloadError) or answered:
+            return TransportFault(f"the connection broke inside the answer: {detail}")
+        if flight.opened or self._clock() - sent_at > STALE_WITHIN_S:
+            return TransportFault(detail)
+        return StaleConnection(detail)
+
+    def _timeout(self, seconds: float) -> aiohttp.ClientTimeout:
+        # The usual limit comes first and again and again; what is left of a deadline is different every time.
+        if self._usual is not None and self._usual.total == seconds:
+            return self._usual
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_S, seconds))
+        self._usual = self._usual or timeout
+        return timeout
+
+    # -- aborting
+
+    async def _abort(self, ids: list[str]) -> None:
+        mode = self.info.abort if self.info else AbortMode.CLOSE
+        if mode is AbortMode.CLOSE:
+            return
+        answer = await self._clients.control.post(
+            self._base + _ABORT_PATHS[mode], json={"request_ids": ids}, headers=self._auth
+        )
+        if answer.status_code == 404 and self.info is not None:
+            self.info = replace(self.info, abort=AbortMode.CLOSE)
+            self._say_close_only()
+        elif answer.status_code != 200:
+            raise _refusal(answer.status_code, answer.content, None)
+
+    async def close(self) -> None:
+        """Abort what is out, and wait for the abort calls (bounded)."""
+        for abort_id, sent_at in self._out.items():
+            self._aborts.add(abort_id, sent_at)
+        await self._aborts.close()
+
+    def _say_close_only(self) -> None:
+        if self._close_only_said:
+            return
+        self._close_only_said = True
+        log.warning(
+            "engine_has_no_abort_route",
+            engine=self.url,
+            detail="requests are aborted by closing their connections only; VLLM_SERVER_DEV_MODE=1 adds the route",
+        )
+
+    # -- control
+
+    async def probe(self, timeout_s: float) -> str | None:
+        """None when `/health` is 200, else why not."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._clients.control.get(self._base + "/health", headers=self._auth, timeout=timeout_s)
+        except TimeoutError:
+            return f"/health: no answer in {timeout_s:g} s"
+        except (httpx.HTTPError, OSError) as error:
+            return f"/health: {_words(error)}"
+        return None if answer.status_code == 200 else f"/health: HTTP {answer.status_code}"
+
+    async def learn(self, model: str) -> EngineInfo:
+        """Read what the engine serves; `model`: the configured name, or empty for what it serves first.
+
+        Raises ConfigError when what answers is not an engine for this run, TransportFault or StatusFault when
+        nothing can be said yet.
+        """
+        served, max_model_len = await self._served(model)
+        status, config = await self._server_info()
+        if status == 404:
+            abort = await self._scale_out()
+        else:
+            abort = AbortMode.REQUESTS
+        self.info = EngineInfo(
+            model=served,
+            max_model_len=max_model_len,
+            logprobs_mode=_logprobs_mode(config),
+            vocab_size=_vocab_size(config),
+            abort=abort,
+        )
+        if abort is AbortMode.CLOSE:
+            self._say_close_only()
+        return self.info
+
+    async def detokenize(self, ids: array[int]) -> str | None:
+        """The engine's own text of `ids`; None where the engine has no such route. Raises EngineFault."""
+        body = msgspec.json.encode({"model": self.info.model if self.info else "", "tokens": ids.tolist()})
+        try:
+            async with self._clients.generation.post(
+                self._detokenize,
+                data=body if len(body) <= LARGE_BODY else _pieces(body),
+                headers=self._headers,
+                timeout=self._timeout(DETOKENIZE_TIMEOUT_S),
+                allow_redirects=False,
+            ) as response:
+                raw = await response.read()
+        except TimeoutError as error:
+            raise RequestTimeout(f"/detokenize: no answer in {DETOKENIZE_TIMEOUT_S:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransportFault(f"/detokenize: {_words(error)}") from error
+        if response.status == 404:
+            return None
+        if response.status != 200:
+            raise _refusal(response.status, raw, None)
+        try:
+            return msgspec.json.decode(raw, type=_Detokenized).prompt
+        except msgspec.DecodeError as error:
+            raise BadAnswer(f"/detokenize: {error}") from error
+
+    async def _served(self, model: str) -> tuple[str, int | None]:
+        where = f"{self.url}/v1/models"
+        answer = await self._get("/v1/models", MODELS_TIMEOUT_S)
+        if answer.status_code in (401, 403):
+            given = "refuses its API key" if self._auth else "needs an API key (api_key_env)"
+            raise ConfigError(f"engine {self.url} {given}: GET /v1/models answered {answer.status_code}")
+        if answer.status_code != 200:
+            refusal = _refusal(answer.status_code, answer.content, None)
+            if refusal.transient:
+                raise refusal
+            raise ConfigError(f"{where} is no OpenAI-compatible server: it answered {answer.status_code}")
+        try:
+            models = msgspec.json.decode(answer.content, type=_Models).data
+        except msgspec.DecodeError:
+            raise ConfigError(f"{where} is no OpenAI-compatible server: the answer is no list of models") from None
+        for entry in models:
+            if entry.id == model or not model:
+                return entry.id, entry.max_model_len
+        names = ", ".join(repr(entry.id) for entry in models[:8]) or "nothing"
+        raise ConfigError(f"engine {self.url} does not serve model {model!r}; it serves {names}")
+
+    async def _server_info(self) -> tuple[int, Any]:
+        """(status, the configuration it tells or None). A route that is there but slow or broken counts as 500."""
+        try:
+            answer = await self._get("/server_info?config_format=json", SERVER_INFO_TIMEOUT_S)
+        except RequestTimeout:
+            return 500, None
+        if answer.status_code != 200:
+            return answer.status_code, None
+        try:
+            info = msgspec.json.decode(answer.content)
+        except msgspec.DecodeError:
+            return 200, answer.content.decode("utf-8", "replace")
+        return 200, info.get("vllm_config", info) if isinstance(info, dict) else info
+
+    async def _scale_out(self) -> AbortMode:
+        # On this route, unlike on /abort_requests, an empty list aborts nothing.
+        try:
+            answer = await self._clients.control.post(
+                self._base + _ABORT_PATHS[AbortMode.SCALE_OUT], json={"request_ids": []}, headers=self._auth
+            )
+        except httpx.HTTPError as error:
+            raise TransportFault(_words(error)) from error
+        return AbortMode.SCALE_OUT if answer.status_code == 200 else AbortMode.CLOSE
+
+    async def _get(self, path: str, timeout_s: float) -> httpx.Response:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._clients.control.get(self._base + path, headers=self._auth, timeout=timeout_s)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise RequestTimeout(f"GET {path}: no answer in {timeout_s:g} s") from error
+        except (httpx.HTTPError, OSError) as error:
+            raise TransportFault(f"GET {path}: {_words(error)}") from error
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(body), LARGE_BODY):
+        yield body[at : at + LARGE_BODY]
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _refusal(status: int, raw: bytes, retry_after: str | None) -> StatusFault:
+    message, param = error_message(raw)
+    seconds = float(retry_after) if retry_after and re.fullmatch(r"\d{1,9}(\.\d+)?", retry_after.strip()) else None
+    return StatusFault(status, message, param=param, retry_after_s=seconds)
+
+
+def _logprobs_mode(config: Any) -> str | None:
+    if isinstance(config, dict):
+        model = config.get("model_config")
+        config = model.get("logprobs_mode") if isinstance(model, dict) else model
+        if isinstance(config, str) and re.fullmatch(r"\w+", config):
+            return config
+    if isinstance(config, str) and (found := re.search(r"logprobs_mode\W{1,4}(\w+)", config)):
+        return found[1]
+    return None
+
+
+def _vocab_size(config: Any) -> int | None:
+    model = config.get("model_config") if isinstance(config, dict) else None
+    for name in ("hf_text_config", "hf_config"):
+        part = model.get(name) if isinstance(model, dict) else None
+        size = part.get("vocab_size") if isinstance(part, dict) else None
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size
+    return None

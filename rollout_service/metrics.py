@@ -1,0 +1,289 @@
+"""Every metric of the service, on a registry of its own.
+
+What always holds: counters exist at 0, with every known reason, from the first scrape; gauges are read from the run
+itself when somebody scrapes, so that they cannot drift; labels are bounded (never an id or a path). Counters speak of
+this process and start at 0 with it, except `rollout_submitted_groups_total`, which the store keeps.
+
+| name | meaning |
+| --- | --- |
+| rollout_failed_total{reason} | rollouts that failed after all their attempts |
+| rollout_dropped_groups_total{reason} | groups dropped |
+| rollout_stale_groups_total | groups that lost work to a new version, once per attempt |
+| rollout_failed_groups_total | groups all of whose rollouts failed |
+| rollout_submitted_groups_total | groups submitted, over all restarts |
+| rollout_delivered_groups_total, rollout_delivered_tokens_total | groups, and their generated tokens, in new leases |
+| rollout_acked_groups_total | groups acked |
+| rollout_finished_total | rollouts that survived |
+| rollout_generated_tokens_total | tokens engines generated, as far as they answered |
+| rollout_wasted_tokens_total{reason} | of those, tokens that will not be delivered |
+| rollout_aborts_total | rollouts in flight that were stopped |
+| rollout_engine_aborts_total, rollout_engine_abort_errors_total | engine requests told to abort; abort calls that failed |
+| rollout_retries_total{reason} | engine requests sent again |
+| rollout_reward_errors_total{reward} | groups a reward failed on |
+| rollout_halts_total | times dispatch halted |
+| rollout_store_errors_total | commits that failed |
+| rollout_http_requests_total{route,method,status} | requests answered, by route template |
+| rollout_groups{state}, rollout_policy_version, rollout_slots{state} | the run now |
+| rollout_inflight_rollouts | rollouts at engines now (= used slots) |
+| rollout_leases, rollout_waiting_lease_calls | live leases; callers waiting for one |
+| rollout_paused, rollout_halted, rollout_store_up | 1 or 0 |
+| rollout_oldest_outstanding_age_seconds | age of the oldest group that has not ended |
+| rollout_engine_up{engine}, rollout_engine_load{engine}, rollout_engine_slots{engine} | health, requests, bound |
+| rollout_build_info{version,python} | always 1 |
+
+| histogram | why its buckets |
+| --- | --- |
+| rollout_group_staleness | versions; max_staleness is mostly 0 to 8 |
+| rollout_reward_mean | of delivered groups; most rewards lie in -1 to 1 |
+| rollout_duration_seconds, rollout_engine_request_seconds | a short answer takes 0.1 s, a long chain of thought half an hour |
+| rollout_scoring_seconds | a regular expression takes 1 ms, a judge a minute |
+| rollout_queue_seconds{queue} | pending and ready: from an instant to hours of a stopped trainer |
+| rollout_lease_seconds | one training step: a second to an hour |
+| rollout_store_commit_seconds | an fsync takes 0.1 ms to 100 ms; more is a sick disk |
+| rollout_event_loop_lag_seconds | 1 ms is idle, 50 ms is the limit we set ourselves |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from rollout_service import __version__
+from rollout_service.core.changes import Halt, Moved
+from rollout_service.core.group import Lease
+from rollout_service.core.lifecycle import EventKind
+from rollout_service.core.model import DropReason, FailedRollout, FailureReason, FinishedRollout, GroupState
+from rollout_service.orchestrator.views import StatusView
+
+LAG_INTERVAL_S = 0.1
+"""Often enough to meet every stall of 50 ms half the time, seldom enough to cost nothing."""
+
+LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800)
+SCORING = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+QUEUE = (0.01, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400)
+LEASE = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+COMMIT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
+LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+STALENESS = (0, 1, 2, 3, 4, 6, 8, 16)
+REWARD = (-1, -0.5, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 5)
+
+FAILED = "failed"
+LATE = "late"
+WASTE_REASONS = ("stale", "reset", LATE, FAILED, *DropReason)
+"""Tokens are wasted by staleness, a reset, a race lost, a failed rollout, or with a dropped group."""
+
+
+class Fleet(Protocol):
+    """What the gauges of engines are read from."""
+
+    def describe(self) -> list[dict[str, Any]]: ...
+
+
+class Metrics:
+    """Observer of the orchestrator, events of the engines, and the page for Prometheus."""
+
+    def __init__(self, *, rewards: Sequence[str] = ()) -> None:
+        # Process-wide, and the only setting of its kind in the library: `…_created` gauges are noise on every page.
+        prometheus_client.disable_created_metrics()
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
+            made = Counter(name, text, [label] if label else [], registry=registry)
+            for value in values:
+                made.labels(str(value))
+            return made
+
+        def histogram(name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        self._failed = counter("rollout_failed", "Rollouts that failed for good", "reason", FailureReason)
+        self._dropped = counter("rollout_dropped_groups", "Groups dropped", "reason", DropReason)
+        self._stale = counter("rollout_stale_groups", "Groups that lost work to a new version, once per attempt")
+        self._failed_groups = counter("rollout_failed_groups", "Groups all of whose rollouts failed")
+        self._delivered = counter("rollout_delivered_groups", "Groups handed out in new leases")
+        self._delivered_tokens = counter("rollout_delivered_tokens", "Generated tokens of those groups")
+        self._acked = counter("rollout_acked_groups", "Groups acked")
+        self._finished = counter("rollout_finished", "Rollouts that survived")
+        self._generated = counter("rollout_generated_tokens", "Tokens engines generated, as far as they answered")
+        self._wasted = counter(
+            "rollout_wasted_tokens", "Generated tokens that will not be delivered", "reason", WASTE_REASONS
+        )
+        self._aborts = counter("rollout_aborts", "Rollouts in flight that were stopped")
+        self._engine_aborts = counter("rollout_engine_aborts", "Engine requests told to abort")
+        self._abort_errors = counter("rollout_engine_abort_errors", "Engine requests whose abort call failed")
+        self._retries = counter("rollout_retries", "Engine requests sent again", "reason", FailureReason)
+        self._reward_errors = counter("rollout_reward_errors", "Groups a reward failed on", "reward", rewards)
+        self._halts = counter("rollout_halts", "Times dispatch halted")
+        self._store_errors = counter("rollout_store_errors", "Commits that failed")
+        self._http = Counter(
+            "rollout_http_requests",
+            "Requests answered, by route template",
+            ["route", "method", "status"],
+            registry=registry,
+        )
+        self._staleness = histogram("rollout_group_staleness", "Staleness of delivered groups", STALENESS)
+        self._reward_mean = histogram("rollout_reward_mean", "Mean reward of delivered groups", REWARD)
+        self._duration = histogram("rollout_duration_seconds", "From dispatch to settled, one rollout", LONG)
+        self._request = histogram("rollout_engine_request_seconds", "One engine request that completed", LONG)
+        self._scoring = histogram("rollout_scoring_seconds", "Scoring of one group", SCORING)
+        queue = histogram("rollout_queue_seconds", "Time of a group in a queue", QUEUE, ["queue"])
+        self._queue = {state: queue.labels(state.value) for state in (GroupState.PENDING, GroupState.READY)}
+        self._lease = histogram("rollout_lease_seconds", "From lease to its end", LEASE)
+        self._commit = histogram("rollout_store_commit_seconds", "One commit of the store", COMMIT)
+        self._lag = histogram("rollout_event_loop_lag_seconds", "How late the event loop wakes a sleeper", LAG)
+        info = Gauge("rollout_build_info", "Always 1", ["version", "python"], registry=registry)
+        info.labels(__version__, platform.python_version()).set(1)
+
+    def watch(self, status: Callable[[], StatusView], fleet: Fleet) -> None:
+        """Read the gauges from these whenever somebody scrapes."""
+        self.registry.register(_Gauges(status, fleet))
+
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """The page and its content type, as `accept` wants it. Call on the event loop: the gauges are read here."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type
+
+    async def measure_lag(self) -> None:
+        """Runs until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._lag.observe(max(0.0, loop.time() - due))
+
+    # the orchestrator's Observer
+
+    def group_moved(self, moved: Moved) -> None:
+        before, after, kind = moved.before, moved.after, moved.kind
+        if kind is EventKind.OUTDATED:
+            self._stale.inc()
+        elif kind is EventKind.ACKED:
+            self._acked.inc()
+        elif kind is EventKind.SCORED:
+            self._scoring.observe(max(0.0, after.changed_at - before.changed_at))
+        if before.state is GroupState.PENDING and after.state is GroupState.GENERATING:
+            self._queue[GroupState.PENDING].observe(max(0.0, after.changed_at - before.changed_at))
+        elif before.state is GroupState.READY and after.state is GroupState.LEASED:
+            self._queue[GroupState.READY].observe(max(0.0, after.changed_at - before.changed_at))
+        if after.state is GroupState.DROPPED and after.reason is not None:
+            self._dropped.labels(after.reason.value).inc()
+        elif after.state is GroupState.FAILED:
+            self._failed_groups.inc()
+
+    def rollout_settled(self, outcome: FinishedRollout | FailedRollout, seconds: float) -> None:
+        self._duration.observe(seconds)
+        if isinstance(outcome, FinishedRollout):
+            self._finished.inc()
+            self._generated.inc(outcome.output_tokens)
+            return
+        self._failed.labels(outcome.reason.value).inc()
+        if outcome.wasted_tokens:
+            self._generated.inc(outcome.wasted_tokens)
+            self._wasted.labels(FAILED).inc(outcome.wasted_tokens)
+
+    def rollouts_aborted(self, count: int) -> None:
+        self._aborts.inc(count)
+
+    def tokens_wasted(self, tokens: int, reason: str) -> None:
+        self._wasted.labels(reason if reason in WASTE_REASONS else "other").inc(tokens)
+        if reason == LATE:  # the only ones that no settled rollout has counted
+            self._generated.inc(tokens)
+
+    def group_delivered(self, *, staleness: int, tokens: int, reward_mean: float | None) -> None:
+        self._delivered.inc()
+        self._delivered_tokens.inc(tokens)
+        self._staleness.observe(staleness)
+        if reward_mean is not None:
+            self._reward_mean.observe(reward_mean)
+
+    def lease_ended(self, lease: Lease, seconds: float) -> None:
+        self._lease.observe(max(0.0, seconds))
+
+    def halted(self, halt: Halt) -> None:
+        self._halts.inc()
+
+    def committed(self, seconds: float) -> None:
+        self._commit.observe(seconds)
+
+    def commit_failed(self, error: str) -> None:
+        self._store_errors.inc()
+
+    # the engines' events
+
+    def retried(self, reason: FailureReason) -> None:
+        self._retries.labels(reason.value).inc()
+
+    def abort_issued(self, count: int) -> None:
+        self._engine_aborts.inc(count)
+
+    def abort_failed(self, count: int) -> None:
+        self._abort_errors.inc(count)
+
+    def request_done(self, seconds: float) -> None:
+        self._request.observe(seconds)
+
+    # rewards and HTTP
+
+    def reward_error(self, reward: str) -> None:
+        """A reward failed on a group. `reward` is a configured name."""
+        self._reward_errors.labels(reward).inc()
+
+    def request_answered(self, route: str, method: str, status: int) -> None:
+        """`route` is a template, `method` one of a bounded set."""
+        self._http.labels(route, method, str(status)).inc()
+
+
+class _Gauges(Collector):
+    """The run as it is at the scrape."""
+
+    def __init__(self, status: Callable[[], StatusView], fleet: Fleet) -> None:
+        self._status, self._fleet = status, fleet
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: asking the run before it has started would be too early."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._status()
+        counts, used = view.counts, view.slots_used
+        submitted = CounterMetricFamily("rollout_submitted_groups", "Groups submitted, over all restarts")
+        submitted.add_metric([], counts.submitted)
+        yield submitted
+        by_state = {state.value: counts.groups.get(state, 0) for state in GroupState}
+        yield _labelled("rollout_groups", "Groups by state", "state", by_state)
+        slots = {"free": max(0, view.slots_total - used), "used": used}
+        yield _labelled("rollout_slots", "Slots for rollouts in flight", "state", slots)
+        oldest = 0.0 if view.oldest is None else max(0.0, view.now - view.oldest.submitted_at)
+        for name, text, value in (
+            ("rollout_inflight_rollouts", "Rollouts at engines now", used),
+            ("rollout_policy_version", "The current policy version", view.policy_version),
+            ("rollout_leases", "Live leases", view.leases),
+            ("rollout_waiting_lease_calls", "Callers waiting for a lease", view.waiting_lease_calls),
+            ("rollout_paused", "1 while paused", view.paused),
+            ("rollout_halted", "1 while halted", view.halt is not None),
+            ("rollout_store_up", "1 while the store can commit", view.store_ok),
+            ("rollout_oldest_outstanding_age_seconds", "Age of the oldest group that has not ended", oldest),
+        ):
+            yield GaugeMetricFamily(name, text, float(value))
+        engines = self._fleet.describe()
+        up = {engine["id"]: engine["healthy"] for engine in engines}
+        yield _labelled("rollout_engine_up", "1 while healthy", "engine", up)
+        load = {engine["id"]: engine["in_flight"] for engine in engines}
+        yield _labelled("rollout_engine_load", "Requests at an engine now", "engine", load)
+        bound = {engine["id"]: engine["max_inflight"] for engine in engines}
+        yield _labelled("rollout_engine_slots", "Most requests at once to an engine", "engine", bound)
+
+
+def _labelled(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], float(value))
+    return family

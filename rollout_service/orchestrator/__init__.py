@@ -1,0 +1,24 @@
+"""The one writer between the pure core and everything that waits, stores or talks."""
+
+from rollout_service.orchestrator.orchestrator import HungUp, Orchestrator
+from rollout_service.orchestrator.views import (
+    GroupView,
+    LeaseAnswer,
+    LeaseRequest,
+    LeaseStatus,
+    StatusView,
+    Submission,
+)
+from rollout_service.orchestrator.writer import Rules
+
+__all__ = [
+    "GroupView",
+    "HungUp",
+    "LeaseAnswer",
+    "LeaseRequest",
+    "LeaseStatus",
+    "Orchestrator",
+    "Rules",
+    "StatusView",
+    "Submission",
+]

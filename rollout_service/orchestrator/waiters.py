@@ -1,0 +1,91 @@
+"""Lease calls that wait, first come first served.
+
+What always holds: callers with one `request_id` share one waiter and so one lease; a waiter leaves the line when it is
+granted, when it is told how it ended, or when its last caller has gone; nobody overtakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+
+from rollout_service.core.group import Lease
+from rollout_service.orchestrator.views import LeaseRequest, LeaseStatus
+
+Outcome = Lease | LeaseStatus
+"""How a wait ends: a committed lease, or `empty` / `exhausted`."""
+
+
+class Waiter:
+    """One place in the line."""
+
+    def __init__(self, request: LeaseRequest) -> None:
+        self.request = request
+        self.callers = 0
+        self.granted: Lease | None = None
+        """Set when the core has made the lease, before its commit."""
+        self._future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+    @property
+    def future(self) -> asyncio.Future[Outcome]:
+        return self._future
+
+    def tell(self, outcome: Outcome) -> None:
+        if not self._future.done():
+            self._future.set_result(outcome)
+
+    def fail(self, error: Exception) -> None:
+        if not self._future.done():
+            self._future.set_exception(error)
+            self._future.exception()  # a waiter all of whose callers have gone is no forgotten error
+
+
+class Line:
+    """The waiters in order of arrival, and those granted but not yet committed."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Waiter] = deque()
+        self._granted: list[Waiter] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return iter(tuple(self._waiting))
+
+    def first(self) -> Waiter | None:
+        return self._waiting[0] if self._waiting else None
+
+    def by_request(self, request_id: str) -> Waiter | None:
+        for waiter in (*self._granted, *self._waiting):
+            if waiter.request.request_id == request_id:
+                return waiter
+        return None
+
+    def join(self, waiter: Waiter) -> None:
+        self._waiting.append(waiter)
+
+    def leave(self, waiter: Waiter) -> None:
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+
+    def grant(self, waiter: Waiter, lease: Lease) -> None:
+        """The core made its lease; it goes out when that is committed."""
+        waiter.granted = lease
+        self._waiting.remove(waiter)
+        self._granted.append(waiter)
+
+    def settle(self, waiter: Waiter, outcome: Outcome | Exception) -> None:
+        """The wait is over."""
+        self.leave(waiter)
+        if waiter in self._granted:
+            self._granted.remove(waiter)
+        if isinstance(outcome, Exception):
+            waiter.fail(outcome)
+        else:
+            waiter.tell(outcome)
+
+    def settle_all(self, outcome: Outcome | Exception) -> None:
+        for waiter in (*self._granted, *self._waiting):
+            self.settle(waiter, outcome)

@@ -1,0 +1,139 @@
+"""The tasks that make rollouts and score groups, by (seq, attempt[, row]).
+
+What always holds: a stopped task reports nothing; a task reports exactly once otherwise, whatever its part does: an
+exception becomes a failed rollout or an unscored group, and is logged with its traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+
+import structlog
+
+from rollout_service.core.group import Group
+from rollout_service.core.model import (
+    FailedRollout,
+    FailureReason,
+    FinishedRollout,
+    Prompt,
+    RolloutJob,
+    ScoreJob,
+    Scores,
+)
+from rollout_service.orchestrator.parts import Gate, RolloutRunner, Scorer
+
+log = structlog.get_logger(__name__)
+
+RolloutKey = tuple[int, int, int]
+"""(seq, attempt, index)."""
+Outcome = FinishedRollout | FailedRollout
+
+
+class Work:
+    """Owns every task that works for a group."""
+
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        scorer: Scorer,
+        gate: Gate,
+        *,
+        settled: Callable[[RolloutKey, Outcome, float], None],
+        scored: Callable[[Group, ScoreJob, Scores], None],
+        unreadable: Callable[[Exception], None],
+    ) -> None:
+        self._runner, self._scorer, self._gate = runner, scorer, gate
+        self._settled, self._scored, self._unreadable = settled, scored, unreadable
+        self._rollouts: dict[RolloutKey, tuple[asyncio.Task[None], float]] = {}
+        self._scorings: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def in_flight(self, seq: int, attempt: int, rows: Collection[int]) -> Mapping[int, float]:
+        """Seconds since dispatch of those of `rows` that are in flight."""
+        now = asyncio.get_running_loop().time()
+        found = {row: self._rollouts.get((seq, attempt, row)) for row in rows}
+        return {row: now - entry[1] for row, entry in found.items() if entry is not None}
+
+    def start_rollouts(self, group: Group, rows: Collection[int], prompt: Prompt) -> None:
+        loop = asyncio.get_running_loop()
+        for row in rows:
+            job = RolloutJob(
+                group_id=group.group_id,
+                attempt=group.attempt,
+                index=row,
+                policy_version=group.version or 0,
+                prompt=prompt,
+            )
+            key = (group.seq, group.attempt, row)
+            self._rollouts[key] = (loop.create_task(self._roll(key, job)), loop.time())
+
+    def stop_rollouts(self, group: Group, rows: Collection[int]) -> None:
+        for row in rows:
+            entry = self._rollouts.pop((group.seq, group.attempt, row), None)
+            if entry is not None:
+                self._end(entry[0])
+
+    def start_scoring(self, group: Group, job: Callable[[], Awaitable[ScoreJob]]) -> None:
+        """`job` fetches what to score; it runs inside the task."""
+        key = (group.seq, group.attempt)
+        self._scorings[key] = asyncio.get_running_loop().create_task(self._score(group, job))
+
+    def stop_scoring(self, group: Group) -> None:
+        task = self._scorings.pop((group.seq, group.attempt), None)
+        if task is not None:
+            self._end(task)
+
+    async def stop_all(self, *, within_s: float) -> None:
+        """Cancel everything and wait, `within_s` at most, until it has ended."""
+        for task in [*(task for task, _ in self._rollouts.values()), *self._scorings.values()]:
+            self._end(task)
+        self._rollouts.clear()
+        self._scorings.clear()
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=within_s)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        self._ending.add(task)  # kept until it has ended: a task nobody refers to may be collected half-way
+        task.add_done_callback(self._ending.discard)
+
+    async def _roll(self, key: RolloutKey, job: RolloutJob) -> None:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        outcome: Outcome
+        try:
+            outcome = await self._runner.run(job, self._gate)
+        except asyncio.CancelledError:
+            if key not in self._rollouts:
+                raise
+            outcome = _internal(job, "the rollout was cancelled by something other than this service")
+        except Exception as error:
+            log.exception("rollout_raised", group_id=job.group_id, attempt=job.attempt, index=job.index)
+            outcome = _internal(job, repr(error))
+        if self._rollouts.pop(key, None) is not None:
+            self._settled(key, outcome, clock() - started)
+
+    async def _score(self, group: Group, fetch: Callable[[], Awaitable[ScoreJob]]) -> None:
+        key = (group.seq, group.attempt)
+        job: ScoreJob | None = None
+        try:
+            job = await fetch()
+            scores = await self._scorer.score(job)
+        except asyncio.CancelledError:
+            if key not in self._scorings or job is None:
+                raise
+            scores = Scores(rewards={}, cancelled="scoring was cancelled by something other than this service")
+        except Exception as error:
+            if job is None:
+                self._scorings.pop(key, None)
+                self._unreadable(error)
+                return
+            log.exception("scoring_raised", group_id=job.group_id)
+            scores = Scores(rewards={}, errors={"scoring": repr(error)})
+        if self._scorings.pop(key, None) is not None:
+            self._scored(group, job, scores)
+
+
+def _internal(job: RolloutJob, error: str) -> FailedRollout:
+    return FailedRollout(index=job.index, reason=FailureReason.INTERNAL, error=error)

@@ -1,0 +1,512 @@
+"""The one writer: an event goes into the core, what the core changed goes into a batch, effects leave after its commit.
+
+What always holds: only this class calls the core's changing methods or fills a batch; nothing it decides is visible
+outside before its commit, except further rows of an attempt whose opening is committed; after a failed commit the core
+is thrown away and read again from the store, and until that succeeds nothing is dispatched or accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import structlog
+
+from rollout_service.core.changes import Halt, Moved
+from rollout_service.core.group import Group, Lease, LeaseState
+from rollout_service.core.lifecycle import EventKind, StartRollouts, StartScoring, StopRollouts, StopScoring
+from rollout_service.core.model import (
+    DropReason,
+    FinishedRollout,
+    GroupState,
+    Prompt,
+    ScoreJob,
+    Scores,
+)
+from rollout_service.core.records import Batch, GroupScore, NewGroup, RunState, Snapshot
+from rollout_service.core.scheduler import Policy, Scheduler
+from rollout_service.core.scoring import ScoringRules, judge
+from rollout_service.errors import Halted, ShuttingDown, StoreUnavailable
+from rollout_service.orchestrator.committer import Committer
+from rollout_service.orchestrator.gate import PauseGate
+from rollout_service.orchestrator.parts import Clock, Engines, Observer, RolloutRunner, Scorer
+from rollout_service.orchestrator.views import LeaseStatus
+from rollout_service.orchestrator.waiters import Line, Waiter
+from rollout_service.orchestrator.work import Outcome, RolloutKey, Work
+from rollout_service.store.protocol import Store
+
+log = structlog.get_logger(__name__)
+
+RELOAD_FIRST_S, RELOAD_MOST_S = 0.25, 5.0
+"""Between two tries to reach the store again: quick for a hiccup, seldom enough not to load a full disk."""
+STOP_WORK_S = 3.0
+"""How long ended rollouts may take to close their connections; a stop as a whole has 10 s."""
+LOAD_CHUNK = 1000
+"""Prompts read at once at a start: bounds the memory of one answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What a run is configured with."""
+
+    policy: Policy
+    scoring: ScoringRules
+    engine_wait_s: float
+
+
+class Writer:
+    """Everything that changes state passes here, on one event loop."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        store: Store,
+        runner: RolloutRunner,
+        scorer: Scorer,
+        engines: Engines,
+        observer: Observer,
+        clock: Clock,
+        new_id: Callable[[], str],
+    ) -> None:
+        self._rules, self._store, self._engines = rules, store, engines
+        self._observer, self._clock, self._new_id = observer, clock, new_id
+        self.core = Scheduler(rules.policy)
+        self.run = RunState()
+        self.prompts: dict[int, Prompt] = {}
+        self.prompt_bytes = 0
+        self.keys: dict[tuple[str, int], tuple[int, bytes]] = {}
+        """Identity -> (seq, digest) of outstanding groups and of those whose end is not committed yet."""
+        self.line = Line()
+        self.broken: StoreUnavailable | None = None
+        self.closing = False
+        self.turned = asyncio.Event()
+        """Set after every turn, for the prompts file to look whether there is room."""
+        self._gate = PauseGate()
+        self.work = Work(
+            runner,
+            scorer,
+            self._gate,
+            settled=self._settled,
+            scored=self._scored,
+            unreadable=self._unreadable,
+        )
+        self.committer = Committer(store, on_failure=self._on_failure, on_commit=observer.committed)
+        self._finished: dict[tuple[int, int], dict[int, FinishedRollout]] = {}
+        self._tokens: dict[int, int] = {}
+        self._means: dict[int, float | None] = {}
+        self._opening: set[tuple[int, int]] = set()
+        self._turn_planned = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._engine_missed_since: float | None = None
+        self._reload_task: asyncio.Task[None] | None = None
+
+    # life
+
+    async def start(self) -> None:
+        await self._store.open()
+        self._take(await self._store.load())
+        await self._load_prompts()
+        self.committer.start()
+        self.turn()
+
+    async def stop(self) -> None:
+        """Dispatch ends, what is in flight is aborted, callers are answered, what was decided is committed."""
+        self.closing = True
+        self._gate.set(False)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reload_task is not None:
+            self._reload_task.cancel()
+        self.line.settle_all(LeaseStatus.EMPTY)
+        await self.work.stop_all(within_s=STOP_WORK_S)
+        if self.broken is None:
+            try:
+                await asyncio.wait_for(self.committer.committed(), STOP_WORK_S)
+            except (StoreUnavailable, TimeoutError) as error:
+                log.error("last_commit_failed", error=str(error))
+        await self.committer.stop()
+        await self._store.close()
+
+    def require_open(self) -> None:
+        """Raises where a call could not be made durable."""
+        if self.closing:
+            raise ShuttingDown("the service is ending; ask again after its restart")
+        if self.broken is not None:
+            raise StoreUnavailable(f"the store cannot commit: {self.broken}")
+
+    def _take(self, snapshot: Snapshot) -> None:
+        self.core = Scheduler(self._rules.policy)
+        self.run = snapshot.run
+        self.core.load(snapshot, now=self._clock())
+
+    async def _load_prompts(self) -> None:
+        self.prompts, self.prompt_bytes, self.keys = {}, 0, {}
+        seqs = sorted(self.core.groups)
+        for start in range(0, len(seqs), LOAD_CHUNK):
+            for payload in await self._store.payloads(seqs[start : start + LOAD_CHUNK]):
+                if payload.prompt is not None:
+                    self._remember(payload.group.seq, payload.prompt)
+        keys = {(group.prompt_id, group.epoch) for group in self.core.groups.values()}
+        for key, known in (await self._store.find_prompts(keys)).items() if keys else ():
+            self.keys[key] = (known.seq, known.digest)
+
+    def _remember(self, seq: int, prompt: Prompt) -> None:
+        self.prompts[seq] = prompt
+        self.prompt_bytes += prompt_size(prompt)
+
+    # the turn
+
+    def turn(self) -> None:
+        """After an event: end what is over, dispatch, serve waiting callers, hand what changed to the committer."""
+        self._turn_planned = False
+        if self.closing or self.broken is not None:
+            return
+        now = self._clock()
+        core = self.core
+        core.expire(now=now)
+        capacity = self._engines.healthy_capacity()
+        core.dispatch(now=now, capacity=capacity)
+        self._watch_engines(capacity, now)
+        self._serve(now)
+        self._gate.set(not core.stopped)
+        self.collect()
+        self.committer.flush()
+        self._arm(now)
+        self.turned.set()
+
+    def touch(self) -> None:
+        """Take a turn soon; many calls in one pass of the loop share it."""
+        if not self._turn_planned:
+            self._turn_planned = True
+            asyncio.get_running_loop().call_soon(self.turn)
+
+    def submit(self, new: Mapping[int, NewGroup]) -> None:
+        """Take new groups, numbered from the core's `last_seq` + 1 on."""
+        self.core.submit(entry.group for entry in new.values())
+        self.committer.batch.new_groups.update(new)
+        for seq, entry in new.items():
+            self._remember(seq, entry.prompt)
+            self.keys[entry.group.prompt_id, entry.group.epoch] = (seq, entry.digest)
+
+    def read_to(self, position: int, fingerprint: str | None = None) -> None:
+        """The prompts file was read up to `position`; committed with what was made of it."""
+        self.run = replace(
+            self.run,
+            read_position=position,
+            prompts_fingerprint=self.run.prompts_fingerprint if fingerprint is None else fingerprint,
+        )
+        self.committer.batch.run = self.run = self.core.run_state(self.run)
+
+    def seal_leases(self) -> None:
+        """Have leases not yet handed to the store commit before what comes next.
+
+        A lease is made at its commit: one that shared the transaction of a bump could be stale in it (design 3.1.5).
+        """
+        self.collect()
+        if self.committer.batch.leases:
+            self.committer.seal()
+
+    def collect(self) -> None:
+        """Move what the core changed into the batch, and plan its effects."""
+        changes = self.core.take_changes()
+        batch = self.committer.batch
+        batch.groups.update(changes.groups)
+        batch.leases.update(changes.leases)
+        if changes.run:
+            self.run = batch.run = self.core.run_state(self.run)
+        if changes.new_attempts:
+            batch.forget_attempts |= changes.new_attempts
+            self._forget_uncommitted(changes.new_attempts)
+        for lease in changes.leases.values():
+            if lease.state is not LeaseState.LIVE:
+                batch.forget_payloads.update(seq for seq, _ in lease.groups if seq not in self.core.groups)
+                self._after_commit(partial(self._observer.lease_ended, lease, self._clock() - lease.created_at))
+        for effect in changes.effects:
+            match effect:
+                case StartRollouts():
+                    self._plan_start(effect)
+                case StopRollouts():
+                    self._after_commit(partial(self._stop_rollouts, effect))
+                case StartScoring():
+                    self._after_commit(partial(self._start_scoring, effect.group))
+                case StopScoring():
+                    self._after_commit(partial(self.work.stop_scoring, effect.group))
+                case Moved():
+                    self._moved(effect)
+                case Halt():
+                    log.error("halted", **{"reason": effect.reason, "group_id": effect.group_id, "error": effect.error})
+                    self._after_commit(partial(self._observer.halted, effect))
+
+    def _forget_uncommitted(self, seqs: set[int]) -> None:
+        """Settled rollouts of attempts that are over already need not be written at all."""
+        batch, groups = self.committer.batch, self.core.groups
+        for seq, attempt, index in [key for key in batch.rollouts if key[0] in seqs]:
+            if seq in groups and groups[seq].attempt != attempt:
+                del batch.rollouts[seq, attempt, index]
+        for seq, attempt in [key for key in batch.scores if key[0] in seqs]:
+            if seq in groups and groups[seq].attempt != attempt:
+                del batch.scores[seq, attempt]
+
+    def _after_commit(self, run: Callable[[], None]) -> None:
+        self.committer.after_commit(run)
+
+    def _plan_start(self, effect: StartRollouts) -> None:
+        """The first dispatch of an attempt waits for its own commit; further rows only for that one (design 4.4)."""
+        key = (effect.group.seq, effect.group.attempt)
+        if effect.first:
+            self._opening.add(key)
+        if key in self._opening:
+            self._after_commit(partial(self._start_rollouts, effect))
+        else:
+            self._start_rollouts(effect)
+
+    def _start_rollouts(self, effect: StartRollouts) -> None:
+        group = effect.group
+        self._opening.discard((group.seq, group.attempt))
+        current = self.core.groups.get(group.seq)
+        if current is None or current.attempt != group.attempt or self.closing:
+            return  # decided otherwise since; its stop follows and finds nothing to do
+        self.work.start_rollouts(group, effect.rows, self.prompts[group.seq])
+
+    def _stop_rollouts(self, effect: StopRollouts) -> None:
+        self.work.stop_rollouts(effect.group, effect.rows)
+        self._observer.rollouts_aborted(len(effect.rows))
+
+    # rollouts and scores come back
+
+    def _settled(self, key: RolloutKey, outcome: Outcome, seconds: float) -> None:
+        seq, attempt, index = key
+        now = self._clock()
+        if isinstance(outcome, FinishedRollout):
+            counted = self.core.finish(seq, attempt, index, outcome.payload_bytes, now=now)
+            if counted:
+                self._finished.setdefault((seq, attempt), {})[index] = outcome
+                self._tokens[seq] = self._tokens.get(seq, 0) + outcome.output_tokens
+            else:
+                self._observer.tokens_wasted(outcome.output_tokens, "late")
+        else:
+            counted = self.core.fail(seq, attempt, index, outcome.reason, outcome.error, outcome.engine, now=now)
+            if counted:
+                log.warning(
+                    "rollout_failed",
+                    group_id=f"g-{seq}",
+                    attempt=attempt,
+                    index=index,
+                    reason=outcome.reason,
+                    engine=outcome.engine,
+                    error=outcome.error,
+                )
+        if counted:
+            self.committer.batch.rollouts[key] = outcome
+            self._after_commit(partial(self._observer.rollout_settled, outcome, seconds))
+            self.touch()
+
+    def _start_scoring(self, group: Group) -> None:
+        current = self.core.groups.get(group.seq)
+        if current is None or current.attempt != group.attempt or current.state is not GroupState.SCORING:
+            return
+        self.work.start_scoring(group, partial(self._score_job, group))
+
+    async def _score_job(self, group: Group) -> ScoreJob:
+        """The survivors, from memory, or from the store where a restart lies between."""
+        here = self._finished.get((group.seq, group.attempt), {})
+        if len(here) < len(group.finished):
+            (payload,) = await self._store.payloads([group.seq])
+            stored = {i: r for i, r in payload.rollouts.items() if isinstance(r, FinishedRollout)}
+            here = {**stored, **here}
+            self._tokens[group.seq] = sum(rollout.output_tokens for rollout in here.values())
+        rollouts = tuple(here[index] for index in sorted(group.finished))
+        return ScoreJob(
+            group_id=group.group_id,
+            attempt=group.attempt,
+            prompt=self.prompts[group.seq],
+            rollouts=rollouts,
+        )
+
+    def _scored(self, group: Group, job: ScoreJob, scores: Scores) -> None:
+        indexes = [rollout.index for rollout in job.rollouts]
+        score: GroupScore | None = None
+        drop: DropReason | None = DropReason.REWARD_CANCELLED
+        error = scores.cancelled
+        if error is None:
+            score, drop = judge(scores, indexes, self._rules.scoring)
+            if drop is DropReason.UNSCORABLE:
+                error = "; ".join(f"{name}: {why}" for name, why in scores.errors.items()) or "no reward scored it"
+        if not self.core.scored(group.seq, group.attempt, drop, error, now=self._clock()):
+            return
+        if drop is None and score is not None:
+            self.committer.batch.scores[group.seq, group.attempt] = score
+            self._means[group.seq] = score.mean
+        self._finished.pop((group.seq, group.attempt), None)
+        self.touch()
+
+    # what moved
+
+    def _moved(self, moved: Moved) -> None:
+        seq, before, after = moved.after.seq, moved.before, moved.after
+        if before.attempt != after.attempt or after.state.terminal:
+            self._finished.pop((seq, before.attempt), None)
+            tokens = self._tokens.pop(seq, 0)
+            wasted = _why_wasted(moved)
+            if tokens and wasted is not None:
+                self._after_commit(partial(self._observer.tokens_wasted, tokens, wasted))
+        if after.state.terminal:
+            self._means.pop(seq, None)
+            prompt = self.prompts.pop(seq, None)
+            if prompt is not None:
+                self.prompt_bytes -= prompt_size(prompt)
+            holder = before.lease_id or after.acked_by
+            if holder not in self.core.leases:  # else its payload stays for a replay of the lease, until that ends
+                self.committer.batch.forget_payloads.add(seq)
+            self._after_commit(partial(self._forget_key, (after.prompt_id, after.epoch)))
+        self._after_commit(partial(self._observer.group_moved, moved))
+
+    def _forget_key(self, key: tuple[str, int]) -> None:
+        self.keys.pop(key, None)
+
+    # leases
+
+    def _serve(self, now: float) -> None:
+        core, line = self.core, self.line
+        while (waiter := line.first()) is not None:
+            request = waiter.request
+            lease = core.lease(
+                self._new_id(),
+                max_groups=request.max_groups,
+                min_groups=request.min_groups,
+                lease_s=request.lease_s,
+                request_id=request.request_id,
+                consumer=request.consumer,
+                now=now,
+            )
+            if lease is None:
+                break
+            line.grant(waiter, lease)
+            self.collect()
+            self.committer.after_commit(partial(self._granted, waiter, lease), partial(line.settle, waiter))
+        for waiter in line:
+            ending = self._end_of_wait()
+            if ending is not None:
+                self.committer.after_commit(partial(line.settle, waiter, ending), partial(line.settle, waiter))
+                line.leave(waiter)
+
+    def _end_of_wait(self) -> LeaseStatus | Halted | None:
+        """What to tell callers for whom nothing will come."""
+        halt = self.core.halt
+        if halt is not None:
+            return Halted(
+                f"halted: {halt.reason}; last: {halt.group_id} at {halt.engine or 'no engine'}: {halt.error}. "
+                "POST /resume goes on.",
+                reason=halt.reason,
+                group_id=halt.group_id,
+                engine=halt.engine,
+                error=halt.error,
+            )
+        return LeaseStatus.EXHAUSTED if self.core.exhausted else None
+
+    def _granted(self, waiter: Waiter, lease: Lease) -> None:
+        for seq, _ in lease.groups:
+            group = self.core.groups.get(seq)
+            if group is not None and group.version is not None:
+                self._observer.group_delivered(
+                    staleness=lease.policy_version - group.version,
+                    tokens=self._tokens.get(seq, 0),
+                    reward_mean=self._means.get(seq),
+                )
+        self.line.settle(waiter, lease)
+        if not waiter.callers and waiter.request.request_id is None:  # nobody is there to take it (design 4.2)
+            self.core.release(lease.lease_id, None, now=self._clock())
+            self.touch()
+
+    # time
+
+    def _arm(self, now: float) -> None:
+        """Wake up for the next lease that expires or the end of waiting for an engine."""
+        moments = [self.core.next_expiry()]
+        if self._engine_missed_since is not None:
+            moments.append(self._engine_missed_since + self._rules.engine_wait_s)
+        due = min((moment for moment in moments if moment is not None), default=None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            # never 0: a clock that rounds down would have the loop spin until the moment is really there
+            self._timer = asyncio.get_running_loop().call_later(max(0.001, due - now), self.turn)
+
+    def _watch_engines(self, capacity: int, now: float) -> None:
+        """With work to give out and no healthy engine for `engine_wait_s`, say so loudly (design 3.2.5)."""
+        if capacity > 0 or not self.core.wants_engine:
+            self._engine_missed_since = None
+            return
+        if self._engine_missed_since is None:
+            self._engine_missed_since = now
+        elif now - self._engine_missed_since >= self._rules.engine_wait_s:
+            self._engine_missed_since = None
+            self.core.give_up_waiting(f"no engine was healthy for {self._rules.engine_wait_s:g} s", now=now)
+
+    # a store that fails
+
+    def _unreadable(self, error: Exception) -> None:
+        self._on_failure(StoreUnavailable(str(error)))
+
+    def _on_failure(self, error: StoreUnavailable) -> None:
+        """Nothing since the last commit happened: stop all work, and begin again from what is on disk."""
+        if self.broken is not None or self.closing:
+            return
+        log.error("store_failed", error=str(error))
+        self._observer.commit_failed(str(error))
+        self.broken = error
+        self._gate.set(False)
+        self.line.settle_all(StoreUnavailable(f"the store cannot commit: {error}"))
+        self._reload_task = asyncio.create_task(self._reload(), name="reload")
+
+    async def _reload(self) -> None:
+        await self.work.stop_all(within_s=STOP_WORK_S)
+        await self.committer.stop()
+        pause = RELOAD_FIRST_S
+        while True:
+            try:
+                self._take(await self._store.load())
+                await self._load_prompts()
+                await self._store.commit(probe_batch(self.run))
+                break
+            except StoreUnavailable as error:
+                self.broken = error
+            except Exception as error:  # a fault of ours: say so and keep trying, for the store holds the truth
+                log.exception("reload_raised")
+                self.broken = StoreUnavailable(repr(error))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RELOAD_MOST_S)
+        self._finished.clear()
+        self._tokens.clear()
+        self._means.clear()
+        self._opening.clear()
+        self.committer.start()
+        self.broken = None
+        log.info("store_back", outstanding=self.core.outstanding, policy_version=self.core.version)
+        self.turn()
+
+
+def probe_batch(run: RunState) -> Batch:
+    """A commit that changes nothing, to learn whether the store commits."""
+    return Batch(run=run)
+
+
+def prompt_size(prompt: Prompt) -> int:
+    """Bytes a prompt takes in memory, roughly; a measure for bounds, not an account."""
+    size = 512 + len(prompt.text or "") + 4 * len(prompt.token_ids or ())
+    size += sum(len(str(message)) for message in prompt.messages or ())
+    return size + sum(len(str(value)) for value in prompt.columns.values())
+
+
+def _why_wasted(moved: Moved) -> str | None:
+    if moved.kind is EventKind.OUTDATED:
+        return "stale"
+    if moved.kind in (EventKind.RESET, EventKind.REWOUND):
+        return "reset"
+    if moved.after.state is GroupState.DROPPED:
+        return str(moved.after.reason)
+    return None

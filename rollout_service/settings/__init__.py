@@ -1,0 +1,32 @@
+"""The configuration: one TOML file, the environment over it, everything bounded and checked before anything starts."""
+
+from rollout_service.settings.load import load_settings
+from rollout_service.settings.model import Settings
+from rollout_service.settings.sampling import SamplingOverrides, SamplingSettings
+from rollout_service.settings.tables import (
+    DispatchSettings,
+    EngineSettings,
+    GroupsSettings,
+    ProgramSettings,
+    PromptsSettings,
+    RewardSettings,
+    RewardWorkersSettings,
+    ServerSettings,
+    StoreSettings,
+)
+
+__all__ = [
+    "DispatchSettings",
+    "EngineSettings",
+    "GroupsSettings",
+    "ProgramSettings",
+    "PromptsSettings",
+    "RewardSettings",
+    "RewardWorkersSettings",
+    "SamplingOverrides",
+    "SamplingSettings",
+    "ServerSettings",
+    "Settings",
+    "StoreSettings",
+    "load_settings",
+]

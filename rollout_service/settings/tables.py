@@ -1,0 +1,261 @@
+"""The tables of the configuration: names, defaults and bounds as design section 10 has them.
+
+Each number has a least and a greatest value and is finite, each type is exact (a text is no number, 1 is no true), and
+no table takes a key it does not know. What one table can check alone it checks here; the rest is in `checks`.
+"""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rollout_service.settings.urls import engine_url, http_url
+
+DAY_S = 86_400.0
+MAX_GROUP_SIZE = 1024
+"""Most rollouts of one group."""
+MAX_COUNT = 1_000_000
+MAX_SLOTS = 100_000
+"""Beyond what one process can hold open."""
+TERABYTE = 2**40
+MAX_VERSION = 2**53 - 1
+"""Greatest policy version: every JSON reader still has it exactly."""
+
+
+class Table(BaseModel):
+    """A table: exact types, no unknown keys, nothing changes after it was read."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def code_target(value: str) -> str:
+    """Checks the form `package.module:name`. ValueError says what is wrong."""
+    module, colon, name = value.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        raise ValueError(f'expected "package.module:name", got "{value[:80]}"' if value.isprintable() else "not a name")
+    return value
+
+
+class EngineSettings(Table):
+    """`[[engines]]`: one vLLM server."""
+
+    url: str = Field(default="http://127.0.0.1:8000", description="Base URL, without /v1.")
+    max_inflight: int = Field(
+        default=256, ge=1, le=MAX_SLOTS, description="Most requests at once to this engine (its --max-num-seqs)."
+    )
+    api_key_env: str = Field(
+        default="", description="Name of the environment variable that holds the engine's API key; empty: no key."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _one_spelling(cls, value: str) -> str:
+        return engine_url(value)
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _a_name(cls, value: str) -> str:
+        if value and not (value.isascii() and value.isidentifier()):
+            raise ValueError("expected the name of an environment variable, not the key itself")
+        return value
+
+
+class PromptsSettings(Table):
+    """`[prompts]`: the dataset, if prompts do not come over HTTP alone."""
+
+    path: str = Field(
+        default="", max_length=4096, description=".jsonl, .parquet or a datasets name; empty: only POST /prompts."
+    )
+    epochs: int = Field(default=1, ge=0, le=MAX_COUNT, description="Passes over the dataset; 0 is for ever.")
+    shuffle_seed: int = Field(
+        default=-1, ge=-1, le=2**63 - 1, description="Seed of each epoch's order; -1: file order."
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _printable(cls, value: str) -> str:
+        if not value.isprintable():
+            raise ValueError("a path without control characters is expected")
+        return value
+
+
+class GroupsSettings(Table):
+    """`[groups]`: size, staleness, advantages and queues of groups."""
+
+    num_generations: int = Field(default=8, ge=1, le=MAX_GROUP_SIZE, description="Rollouts of a group.")
+    max_staleness: int = Field(
+        default=4, ge=0, le=MAX_COUNT, description="S: a group is stale when it is more than S versions old."
+    )
+    min_group_size: int = Field(
+        default=2, ge=1, le=MAX_GROUP_SIZE, description="A group with fewer scored survivors is dropped."
+    )
+    on_stale: Literal["drop", "requeue"] = Field(
+        default="drop", description="What becomes of a stale group: it ends, or its whole prompt is generated again."
+    )
+    max_group_attempts: int = Field(
+        default=3, ge=1, le=1000, description='Attempts of a group in all, with on_stale = "requeue".'
+    )
+    advantage: Literal["grpo", "mean", "rloo", "none"] = Field(
+        default="grpo",
+        description="Baseline: mean and standard deviation, mean alone, mean of the others, or the reward itself.",
+    )
+    zero_variance: Literal["keep", "drop"] = Field(
+        default="keep", description="What becomes of a group whose rewards are all equal."
+    )
+    halt_after_failed_groups: int = Field(
+        default=1, ge=0, le=MAX_COUNT, description="Failed groups in a row that halt the service; 0: never."
+    )
+    halt_after_unproductive_groups: int = Field(
+        default=32, ge=0, le=MAX_COUNT, description="Dropped or failed groups in a row that halt it; 0: never."
+    )
+    max_pending_groups: int = Field(
+        default=10_000, ge=1, le=10_000_000, description="POST /prompts answers 429 beyond so many pending groups."
+    )
+    max_ready_groups: int = Field(
+        default=64, ge=1, le=MAX_SLOTS, description="No new group is opened while ready + scoring reach it."
+    )
+    max_ready_bytes: int = Field(
+        default=2**30, ge=1, le=TERABYTE, description="The same, by bytes of their token data and texts."
+    )
+
+
+class DispatchSettings(Table):
+    """`[dispatch]`: slots, attempts and deadlines of rollouts."""
+
+    max_inflight_rollouts: int = Field(
+        default=128, ge=1, le=MAX_SLOTS, description="Slots: rollouts in flight at once."
+    )
+    admission: Literal["slots", "pace"] = Field(
+        default="slots", description="What bounds opened groups: slots alone, or also (S + 1) * groups_per_step."
+    )
+    groups_per_step: int = Field(
+        default=0, ge=0, le=MAX_SLOTS, description='Groups the trainer takes a step; needed by admission = "pace".'
+    )
+    max_attempts: int = Field(
+        default=3, ge=1, le=100, description="Engine requests for one turn of a rollout, at most."
+    )
+    request_timeout_s: float = Field(default=600.0, ge=0.01, le=DAY_S, description="Deadline of one engine request.")
+    rollout_timeout_s: float = Field(
+        default=1800.0, ge=0.01, le=7 * DAY_S, description="Deadline of one rollout, all attempts and turns."
+    )
+    engine_wait_s: float = Field(
+        default=300.0, ge=0, le=7 * DAY_S, description="How long rollouts wait while no engine is healthy."
+    )
+    probe_interval_s: float = Field(default=2.0, ge=0.01, le=3600, description="Time between two probes of an engine.")
+    wait_for_version: int = Field(
+        default=0, ge=0, le=MAX_VERSION, description="Nothing is dispatched before this policy version is posted."
+    )
+
+
+class ProgramSettings(Table):
+    """`[program]`: how one rollout is made. This version makes rollouts of one turn."""
+
+    target: str = Field(default="", description='"package.module:function"; empty: one turn.')
+    tools: list[str] = Field(default=[], max_length=128, description='"package.module:function" each.')
+    max_turns: int = Field(default=8, ge=1, le=1000, description="Most turns of generation of one rollout.")
+
+    @field_validator("target", "tools")
+    @classmethod
+    def _later(cls, value: str | list[str]) -> str | list[str]:
+        if value:
+            raise ValueError("programs and tools are not yet available in this version; leave it empty")
+        return value
+
+
+class RewardSettings(Table):
+    """`[[rewards]]`: one reward, a function or a webhook."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$",
+        description="Its name in samples and metrics: letters, digits, `_`, `.` and `-`, at most 64.",
+    )
+    function: str = Field(default="", max_length=512, description='"package.module:name", with TRL\'s signature.')
+    url: str = Field(default="", description='A webhook that answers {"rewards": [...]}.')
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6, description="Its factor in the sum; 0: reported only.")
+    timeout_s: float = Field(default=30.0, ge=0.01, le=DAY_S, description="Deadline of one call (one group).")
+
+    @field_validator("function")
+    @classmethod
+    def _target(cls, value: str) -> str:
+        return code_target(value) if value else value
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        if value:
+            http_url(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if bool(self.function) == bool(self.url):
+            raise ValueError("expected exactly one of function and url")
+        return self
+
+
+class RewardWorkersSettings(Table):
+    """`[reward_workers]`: the processes reward functions run in."""
+
+    processes: int = Field(default=2, ge=1, le=256, description="Reward functions that run at once.")
+
+
+class StoreSettings(Table):
+    """`[store]`: where everything is that must outlive the process."""
+
+    url: str = Field(
+        default="sqlite:///rollout.db",
+        max_length=4096,
+        description="sqlite:/// and a path (relative to the working directory; four slashes: absolute), or memory:// "
+        "(nothing outlives the process; for tests).",
+    )
+    max_lease_bytes: int = Field(
+        default=2**28, ge=1, le=TERABYTE, description="A lease is cut at so many bytes, never below one group."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        scheme, _, rest = value.partition("://")
+        if scheme.partition("+")[0] in ("postgresql", "postgres"):
+            raise ValueError("PostgreSQL is not yet available in this version; use sqlite:///")
+        if value == "memory://":
+            return value
+        path = rest.removeprefix("/")
+        if scheme != "sqlite" or not rest.startswith("/") or not path or path.endswith("/"):
+            raise ValueError("expected sqlite:/// and the path of a file, or memory://")
+        if ":memory:" in path or not set(path).isdisjoint("?#") or not path.isprintable():
+            raise ValueError("expected a plain path after sqlite:/// (for a store in memory: memory://)")
+        return value
+
+    @property
+    def sqlite_path(self) -> Path | None:
+        """The SQLite file, or None for a store in memory."""
+        return None if self.url == "memory://" else Path(self.url.removeprefix("sqlite:///"))
+
+
+class ServerSettings(Table):
+    """`[server]`: where the service listens."""
+
+    host: str = Field(default="127.0.0.1", max_length=255, description="A loopback address.")
+    port: int = Field(default=8080, ge=0, le=65_535, description="0: any free port.")
+
+    @field_validator("host")
+    @classmethod
+    def _loopback_only(cls, value: str) -> str:
+        if not is_loopback(value):
+            raise ValueError(
+                "only loopback addresses (127.0.0.0/8, ::1, localhost) can be listened on: "
+                "API keys are not available in this version"
+            )
+        return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` names this machine only."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -1,0 +1,159 @@
+"""Every statement the SQLite store runs on its tables, by name. Parameters are bound, never formatted in."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# --- the run
+
+READ_RUN: Final = """
+SELECT policy_version, paused, final, last_seq, read_position, prompts_fingerprint, acked, stale, dropped, failed
+FROM run WHERE id = 1
+"""
+
+WRITE_RUN: Final = """
+UPDATE run SET policy_version = ?, paused = ?, final = ?, last_seq = ?, read_position = ?, prompts_fingerprint = ?,
+    acked = ?, stale = ?, dropped = ?, failed = ?
+WHERE id = 1
+"""
+
+READ_POLICY_VERSION: Final = "SELECT policy_version FROM run WHERE id = 1"
+
+# --- groups
+
+INSERT_GROUP: Final = """
+INSERT INTO groups (prompt_id, epoch, digest, num_generations, submitted_at, state, attempt, tries, version, rows,
+    payload_bytes, reason, error, engine, lease_id, acked_by, changed_at, seq)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
+
+UPDATE_GROUP: Final = """
+UPDATE groups SET state = ?, attempt = ?, tries = ?, version = ?, rows = ?, payload_bytes = ?, reason = ?, error = ?,
+    engine = ?, lease_id = ?, acked_by = ?, changed_at = ?
+WHERE seq = ?
+"""
+
+FIND_PROMPT: Final = "SELECT seq, digest FROM groups WHERE prompt_id = ? AND epoch = ?"
+
+# The columns of a standing, in the order sqlite_read.group_from takes them.
+READ_GROUP: Final = """
+SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
+    engine, lease_id, acked_by, submitted_at, changed_at
+FROM groups WHERE seq = ?
+"""
+
+READ_OUTSTANDING: Final = """
+SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
+    engine, lease_id, acked_by, submitted_at, changed_at
+FROM groups WHERE state IN ('pending', 'generating', 'scoring', 'ready', 'leased')
+ORDER BY seq
+"""
+
+LIST_ANY: Final = """
+SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
+    engine, lease_id, acked_by, submitted_at, changed_at
+FROM groups WHERE seq > ? ORDER BY seq LIMIT ?
+"""
+
+LIST_OUTSTANDING: Final = """
+SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
+    engine, lease_id, acked_by, submitted_at, changed_at
+FROM groups WHERE state IN ('pending', 'generating', 'scoring', 'ready', 'leased') AND state = ? AND seq > ?
+ORDER BY seq LIMIT ?
+"""
+
+LIST_ENDED: Final = """
+SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
+    engine, lease_id, acked_by, submitted_at, changed_at
+FROM groups WHERE state IN ('acked', 'stale', 'dropped', 'failed') AND state = ? AND seq > ?
+ORDER BY seq LIMIT ?
+"""
+
+# --- prompts, rollouts, scores
+
+INSERT_PROMPT: Final = "INSERT INTO prompts (seq, payload) VALUES (?, ?)"
+
+READ_PROMPT: Final = "SELECT payload FROM prompts WHERE seq = ?"
+
+DELETE_PROMPT: Final = "DELETE FROM prompts WHERE seq = ?"
+
+LAST_PAYLOAD_ID: Final = "SELECT coalesce(max(id), 0) FROM payloads"
+
+INSERT_PAYLOAD: Final = "INSERT INTO payloads (id, payload) VALUES (?, ?)"
+
+INSERT_ROLLOUT: Final = """
+INSERT INTO rollouts (seq, attempt, idx, ok, payload_bytes, payload_id) VALUES (?, ?, ?, ?, ?, ?)
+"""
+
+# The settled rows of every outstanding group's current attempt; reads no payload.
+READ_OUTSTANDING_ROLLOUTS: Final = """
+SELECT g.seq, r.idx, r.ok, r.payload_bytes
+FROM groups AS g CROSS JOIN rollouts AS r ON r.seq = g.seq AND r.attempt = g.attempt
+WHERE g.state IN ('pending', 'generating', 'scoring', 'ready', 'leased')
+"""
+
+READ_SETTLED: Final = "SELECT idx, ok, payload_bytes FROM rollouts WHERE seq = ? AND attempt = ?"
+
+READ_ROLLOUTS: Final = """
+SELECT r.idx, r.ok, r.payload_bytes, p.payload
+FROM rollouts AS r JOIN payloads AS p ON p.id = r.payload_id
+WHERE r.seq = ? AND r.attempt = ?
+ORDER BY r.idx
+"""
+
+WRITE_SCORE: Final = """
+INSERT INTO scores (seq, attempt, payload) VALUES (?, ?, ?)
+ON CONFLICT (seq, attempt) DO UPDATE SET payload = excluded.payload
+"""
+
+READ_SCORE: Final = "SELECT payload FROM scores WHERE seq = ? AND attempt = ?"
+
+FORGET_OLD_ROLLOUTS: Final = """
+DELETE FROM rollouts WHERE seq = ?1 AND attempt < (SELECT attempt FROM groups WHERE seq = ?1)
+"""
+
+FORGET_OLD_SCORES: Final = """
+DELETE FROM scores WHERE seq = ?1 AND attempt < (SELECT attempt FROM groups WHERE seq = ?1)
+"""
+
+FORGET_FINISHED: Final = "DELETE FROM rollouts WHERE seq = ? AND ok = 1"
+
+FORGET_SCORES: Final = "DELETE FROM scores WHERE seq = ?"
+
+# --- leases
+
+UPDATE_LEASE: Final = "UPDATE leases SET expires_at = ?, state = ? WHERE lease_id = ?"
+
+INSERT_LEASE: Final = """
+INSERT INTO leases (lease_id, request_id, consumer, max_groups, min_groups, lease_s, policy_version, created_at,
+    expires_at, state)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
+
+INSERT_LEASE_GROUP: Final = "INSERT INTO lease_groups (lease_id, position, seq, attempt) VALUES (?, ?, ?, ?)"
+
+# A group that a lease made just now may not carry: not held by it in that attempt, or of a version before the oldest.
+FIND_UNLEASABLE: Final = """
+SELECT g.seq, g.state, g.attempt, g.version, g.lease_id
+FROM lease_groups AS m JOIN groups AS g ON g.seq = m.seq
+WHERE m.lease_id = ?
+    AND (g.state <> 'leased' OR g.lease_id <> m.lease_id OR g.attempt <> m.attempt OR g.version < ?)
+ORDER BY m.position LIMIT 1
+"""
+
+READ_LEASE: Final = """
+SELECT lease_id, request_id, consumer, max_groups, min_groups, lease_s, policy_version, created_at, expires_at, state
+FROM leases WHERE lease_id = ?
+"""
+
+READ_LEASE_BY_REQUEST: Final = """
+SELECT lease_id, request_id, consumer, max_groups, min_groups, lease_s, policy_version, created_at, expires_at, state
+FROM leases WHERE request_id = ?
+"""
+
+READ_LIVE_LEASES: Final = """
+SELECT lease_id, request_id, consumer, max_groups, min_groups, lease_s, policy_version, created_at, expires_at, state
+FROM leases WHERE state = 'live' ORDER BY created_at, lease_id
+"""
+
+READ_LEASE_GROUPS: Final = "SELECT seq, attempt FROM lease_groups WHERE lease_id = ? ORDER BY position"

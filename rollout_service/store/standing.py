@@ -1,0 +1,73 @@
+"""How a store keeps a group's rows, and what a stored group looks like when it is read again.
+
+What always holds: a store knows nothing of rows in flight. Of an outstanding group the settled rollouts of its current
+attempt say which rows are finished and failed, whatever its last written standing claimed; every other row waits. Of a
+group that ended the last written standing is the whole truth, because its payloads may be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from rollout_service.core.group import Group
+from rollout_service.core.model import TERMINAL, GroupState
+from rollout_service.core.records import Batch, RunState
+
+WAITING, FINISHED, FAILED, USED_UP = "w", "f", "x", "-"
+
+
+def rows_text(group: Group) -> str:
+    """One letter a row of the whole prompt: waiting or in flight, finished, failed, used up by an earlier attempt."""
+    letters = [USED_UP] * group.num_generations
+    for rows, letter in (
+        (group.waiting, WAITING),
+        (group.running, WAITING),
+        (group.finished, FINISHED),
+        (group.failed, FAILED),
+    ):
+        for row in rows:
+            letters[row] = letter
+    return "".join(letters)
+
+
+def rows_from(text: str) -> tuple[tuple[int, ...], frozenset[int], frozenset[int]]:
+    """(waiting, finished, failed) of a `rows_text`."""
+    waiting = tuple(row for row, letter in enumerate(text) if letter == WAITING)
+    finished = frozenset(row for row, letter in enumerate(text) if letter == FINISHED)
+    return waiting, finished, frozenset(row for row, letter in enumerate(text) if letter == FAILED)
+
+
+def as_read(group: Group, settled: Mapping[int, tuple[bool, int]]) -> Group:
+    """`group` as a store gives it back; `settled`: row -> (finished?, payload bytes) of its current attempt."""
+    if group.state in TERMINAL:
+        return group
+    finished = frozenset(row for row, (ok, _) in settled.items() if ok)
+    failed = frozenset(settled) - finished
+    return replace(
+        group,
+        waiting=tuple(row for row in group.rows if row not in settled),
+        running=frozenset(),
+        finished=finished,
+        failed=failed,
+        payload_bytes=sum(size for ok, size in settled.values() if ok),
+    )
+
+
+def run_as_kept(run: RunState) -> RunState:
+    """`run` with the counts that are not zero, in the order of the states."""
+    return replace(run, ended={state: count for state in GroupState if (count := run.ended.get(state, 0))})
+
+
+def ordered(states: Collection[GroupState]) -> tuple[GroupState, ...]:
+    """`states` in the order of the enum; all of them where none is named."""
+    return tuple(state for state in GroupState if not states or state in states)
+
+
+def forgotten(key: tuple[int, ...], batch: Batch) -> bool:
+    """Whether what belongs to (seq, attempt, ...) is written and removed by the same batch, which is nothing at all."""
+    seq, attempt = key[:2]
+    if seq not in batch.forget_attempts and seq not in batch.forget_payloads:
+        return False
+    group = batch.groups.get(seq)
+    return group is not None and attempt < group.attempt

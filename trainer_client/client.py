@@ -1,0 +1,367 @@
+"""The two clients: thin drivers that perform what `core` asks for, one blocking and one for asyncio.
+
+Both are built from the same calls, so neither has a rule of its own. A client may be used from several
+threads, and survives a restart of the service. httpx and asyncio are imported when they are first used, not with this
+module: together they cost more than everything else here.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from urllib.parse import urlsplit
+
+from trainer_client.core import Core, Flow, Pause, Request, Response
+from trainer_client.errors import ServiceUnreachable
+from trainer_client.types import Lease, LeaseStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    import httpx
+
+    from trainer_client.prefetch import AsyncPrefetch, Prefetch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TIMEOUT_S = 30.0
+"""Longest wait for the service to say anything, beside the `wait_s` of a lease."""
+RETRY_FOR_S = 60.0
+"""Covers a restart of the service with many outstanding groups."""
+
+
+def _blocking(call: Callable[Concatenate[Core, P], Flow[T]]) -> Callable[Concatenate[RolloutClient, P], T]:
+    def method(self: RolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._run(call(self._core, *args, **kwargs))
+
+    functools.update_wrapper(method, call)
+    return method
+
+
+def _awaited(
+    call: Callable[Concatenate[Core, P], Flow[T]],
+) -> Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]]:
+    async def method(self: AsyncRolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(call(self._core, *args, **kwargs))
+
+    functools.update_wrapper(method, call)
+    return method
+
+
+class RolloutClient:
+    """A blocking client of one rollout-service.
+
+        with RolloutClient("http://127.0.0.1:8080") as client:
+            for lease in client.leases(max_groups=8, min_groups=8):
+                train(lease.groups)
+                client.post_version(step)
+
+    `timeout_s`: longest silence of the service; `retry_for_s`: how long a call is tried again after its first failure;
+    `consumer`: the name its leases carry; `transport`: an httpx transport to use instead of the network.
+    Raises the errors of `trainer_client.errors`, and ValueError for a URL that is not http(s).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        retry_for_s: float = RETRY_FOR_S,
+        consumer: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        import httpx
+
+        self._url = _checked(url)
+        self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer)
+        self._own_transport = transport is not None
+        self._http = httpx.Client(base_url=self._url, transport=transport)
+
+    post_version = _blocking(Core.post_version)
+    version = _blocking(Core.version)
+    submit = _blocking(Core.submit)
+    lease = _blocking(Core.lease)
+    ack = _blocking(Core.ack)
+    release = _blocking(Core.release)
+    renew = _blocking(Core.renew)
+    status = _blocking(Core.status)
+    group = _blocking(Core.group)
+    groups = _blocking(Core.groups)
+    cancel = _blocking(Core.cancel)
+    pause = _blocking(Core.pause)
+    resume = _blocking(Core.resume)
+    engines = _blocking(Core.engines)
+    metrics = _blocking(Core.metrics)
+    create_checkpoint = _blocking(Core.create_checkpoint)
+    checkpoints = _blocking(Core.checkpoints)
+    delete_checkpoint = _blocking(Core.delete_checkpoint)
+    rewind = _blocking(Core.rewind)
+
+    def leases(
+        self,
+        max_groups: int = 8,
+        min_groups: int = 1,
+        wait_s: int = 30,
+        lease_s: int = 600,
+        consumer: str | None = None,
+    ) -> Iterator[Lease]:
+        """Leases with groups, one after the other; asking for the next acks the one before.
+
+        Ends when the service is exhausted; goes on waiting while nothing is ready; raises `Halted`. Leaving the loop
+        early (an exception, `break`) gives the groups of the lease in hand back, so ack it before a `break` once it is
+        trained. A lease that was lost meanwhile (it ran out, a reset came) is named in a warning and the loop goes on.
+        """
+        while True:
+            lease = self.lease(max_groups, min_groups, wait_s, lease_s, consumer)
+            if lease.status is LeaseStatus.EXHAUSTED:
+                return
+            if not lease.groups:
+                continue
+            self._core.hold(lease)
+            try:
+                yield lease
+            except BaseException:
+                self._run(self._core.give_back(lease.lease_id or ""))
+                raise
+            self._run(self._core.finish(lease))
+
+    def prefetch(
+        self,
+        max_groups: int = 8,
+        min_groups: int = 1,
+        wait_s: int = 30,
+        lease_s: int = 600,
+        consumer: str | None = None,
+        depth: int = 1,
+    ) -> Prefetch:
+        """As `leases`, but a background thread asks for the next ones while the trainer computes.
+
+            with client.prefetch(max_groups=8) as leases:
+                for lease in leases:
+                    ...
+
+        Up to `depth` leases wait beside the one in hand; all are renewed at half of `lease_s`. What has become too old
+        by the time it is handed over is released, so a lease may have fewer groups than `min_groups`. Leaving the
+        `with` block acks the lease in hand, or releases it when an exception is on its way.
+        """
+        from trainer_client.prefetch import Prefetch
+
+        if self._own_transport:
+            raise ValueError("prefetch works over the network only, not through a transport of one's own")
+        ask = {"max_groups": max_groups, "min_groups": min_groups, "wait_s": wait_s, "lease_s": lease_s}
+        return Prefetch(lambda: AsyncRolloutClient._sharing(self._url, self._core), ask | {"consumer": consumer}, depth)
+
+    def close(self) -> None:
+        """Give back what loops still hold, and close the connections."""
+        for lease_id in list(self._core.held):
+            self._run(self._core.give_back(lease_id))
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, flow: Flow[T]) -> T:
+        try:
+            todo = next(flow)
+            while True:
+                if isinstance(todo, Pause):
+                    time.sleep(todo.seconds)
+                    todo = flow.send(None)
+                    continue
+                try:
+                    response = self._perform(todo)
+                except ServiceUnreachable as error:
+                    todo = flow.throw(error)
+                else:
+                    todo = flow.send(response)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            flow.close()
+
+    def _perform(self, request: Request) -> Response:
+        import httpx
+
+        try:
+            answer = self._http.request(**_arguments(request))
+        except httpx.RequestError as error:
+            raise _unreachable(self._url, request, error) from error
+        return _response(answer)
+
+
+class AsyncRolloutClient:
+    """`RolloutClient` for asyncio: the same calls, awaited; `leases` is an async iterator.
+
+    Arguments as there; `transport` is an async one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        retry_for_s: float = RETRY_FOR_S,
+        consumer: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        import httpx
+
+        self._url = _checked(url)
+        self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer)
+        self._owns_leases = True
+        self._http = httpx.AsyncClient(base_url=self._url, transport=transport)
+
+    @classmethod
+    def _sharing(cls, url: str, core: Core) -> Self:
+        """A client that knows what another one does (versions posted, leases held), on connections of its own."""
+        client = cls(url)
+        client._core = core
+        client._owns_leases = False
+        return client
+
+    post_version = _awaited(Core.post_version)
+    version = _awaited(Core.version)
+    submit = _awaited(Core.submit)
+    lease = _awaited(Core.lease)
+    ack = _awaited(Core.ack)
+    release = _awaited(Core.release)
+    renew = _awaited(Core.renew)
+    status = _awaited(Core.status)
+    group = _awaited(Core.group)
+    groups = _awaited(Core.groups)
+    cancel = _awaited(Core.cancel)
+    pause = _awaited(Core.pause)
+    resume = _awaited(Core.resume)
+    engines = _awaited(Core.engines)
+    metrics = _awaited(Core.metrics)
+    create_checkpoint = _awaited(Core.create_checkpoint)
+    checkpoints = _awaited(Core.checkpoints)
+    delete_checkpoint = _awaited(Core.delete_checkpoint)
+    rewind = _awaited(Core.rewind)
+
+    async def leases(
+        self,
+        max_groups: int = 8,
+        min_groups: int = 1,
+        wait_s: int = 30,
+        lease_s: int = 600,
+        consumer: str | None = None,
+    ) -> AsyncIterator[Lease]:
+        """As `RolloutClient.leases`. Python closes an abandoned async iterator late: `async with` the client, or
+        `contextlib.aclosing` the iterator, for the groups in hand to be given back at once."""
+        while True:
+            lease = await self.lease(max_groups, min_groups, wait_s, lease_s, consumer)
+            if lease.status is LeaseStatus.EXHAUSTED:
+                return
+            if not lease.groups:
+                continue
+            self._core.hold(lease)
+            try:
+                yield lease
+            except BaseException:
+                await self._run(self._core.give_back(lease.lease_id or ""))
+                raise
+            await self._run(self._core.finish(lease))
+
+    def prefetch(
+        self,
+        max_groups: int = 8,
+        min_groups: int = 1,
+        wait_s: int = 30,
+        lease_s: int = 600,
+        consumer: str | None = None,
+        depth: int = 1,
+    ) -> AsyncPrefetch:
+        """As `RolloutClient.prefetch`, in tasks of the running loop: `async with` it and `async for` over it."""
+        from trainer_client.prefetch import AsyncPrefetch
+
+        ask = {"max_groups": max_groups, "min_groups": min_groups, "wait_s": wait_s, "lease_s": lease_s}
+        return AsyncPrefetch(self, self._core, ask | {"consumer": consumer}, depth)
+
+    async def aclose(self) -> None:
+        """Give back what loops still hold, and close the connections."""
+        for lease_id in list(self._core.held) if self._owns_leases else ():
+            await self._run(self._core.give_back(lease_id))
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _run(self, flow: Flow[T]) -> T:
+        import asyncio
+
+        try:
+            todo = next(flow)
+            while True:
+                if isinstance(todo, Pause):
+                    await asyncio.sleep(todo.seconds)
+                    todo = flow.send(None)
+                    continue
+                try:
+                    response = await self._perform(todo)
+                except ServiceUnreachable as error:
+                    todo = flow.throw(error)
+                else:
+                    todo = flow.send(response)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            flow.close()
+
+    async def _perform(self, request: Request) -> Response:
+        import httpx
+
+        try:
+            answer = await self._http.request(**_arguments(request))
+        except httpx.RequestError as error:
+            raise _unreachable(self._url, request, error) from error
+        return _response(answer)
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"the service's url is http://host:port, not {url!r}")
+    return url.rstrip("/")
+
+
+def _arguments(request: Request) -> dict[str, Any]:
+    """What both kinds of httpx client take."""
+    headers = {"content-type": "application/json"} if request.body is not None else {}
+    return {
+        "method": request.method,
+        "url": request.path,
+        "content": request.body,
+        "headers": headers,
+        "timeout": request.timeout_s,
+    }
+
+
+def _response(answer: httpx.Response) -> Response:
+    return Response(status=answer.status_code, content=answer.content, retry_after=answer.headers.get("retry-after"))
+
+
+def _unreachable(url: str, request: Request, error: httpx.RequestError) -> ServiceUnreachable:
+    import httpx
+
+    never_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+    said = str(error) or "no answer in time"
+    return ServiceUnreachable(
+        f"{request.method} {url}{request.path}: {type(error).__name__}: {said}", sent=not never_sent
+    )
