@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import sys
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import structlog
-from structlog.typing import EventDict, Processor
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, Processor
 
 MAX_TEXT = 4_000
 """An engine's message may hold a prompt of any length; its beginning says what went wrong."""
@@ -35,6 +35,7 @@ SECRET_FIELDS = frozenset(
         "token_ids",
     }
 )
+LEVELS = ("debug", "info", "warning", "error")
 NOISY = ("aiohttp", "asyncio", "httpcore", "httpx", "urllib3", "uvicorn")
 """They tell of every request; their warnings are enough."""
 
@@ -50,6 +51,8 @@ class LogFormat(StrEnum):
 
 def configure(log_format: LogFormat = LogFormat.AUTO, level: str = "info") -> None:
     """Set up structlog and the standard library's logging for this process."""
+    import structlog  # here and not above: the command line imports this module for its options
+
     people = log_format is LogFormat.CONSOLE or (log_format is LogFormat.AUTO and sys.stderr.isatty())
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -17,7 +17,8 @@ this process and start at 0 with it, except `rollout_submitted_groups_total`, wh
 | rollout_generated_tokens_total | tokens engines generated, as far as they answered |
 | rollout_wasted_tokens_total{reason} | of those, tokens that will not be delivered |
 | rollout_aborts_total | rollouts in flight that were stopped |
-| rollout_engine_aborts_total, rollout_engine_abort_errors_total | engine requests told to abort; abort calls that failed |
+| rollout_engine_aborts_total | engine requests told to abort |
+| rollout_engine_abort_errors_total | engine requests whose abort call failed |
 | rollout_retries_total{reason} | engine requests sent again |
 | rollout_reward_errors_total{reward} | groups a reward failed on |
 | rollout_halts_total | times dispatch halted |
@@ -35,7 +36,8 @@ this process and start at 0 with it, except `rollout_submitted_groups_total`, wh
 | --- | --- |
 | rollout_group_staleness | versions; max_staleness is mostly 0 to 8 |
 | rollout_reward_mean | of delivered groups; most rewards lie in -1 to 1 |
-| rollout_duration_seconds, rollout_engine_request_seconds | a short answer takes 0.1 s, a long chain of thought half an hour |
+| rollout_duration_seconds | a short answer takes 0.1 s, a long chain of thought half an hour |
+| rollout_engine_request_seconds | the same |
 | rollout_scoring_seconds | a regular expression takes 1 ms, a judge a minute |
 | rollout_queue_seconds{queue} | pending and ready: from an instant to hours of a stopped trainer |
 | rollout_lease_seconds | one training step: a second to an hour |
@@ -47,7 +49,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import prometheus_client
@@ -92,7 +94,7 @@ class Metrics:
 
     def __init__(self, *, rewards: Sequence[str] = ()) -> None:
         # Process-wide, and the only setting of its kind in the library: `…_created` gauges are noise on every page.
-        prometheus_client.disable_created_metrics()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no annotations
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
@@ -282,7 +284,7 @@ class _Gauges(Collector):
         yield _labelled("rollout_engine_slots", "Most requests at once to an engine", "engine", bound)
 
 
-def _labelled(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], float(value))

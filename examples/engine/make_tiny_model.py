@@ -1,6 +1,6 @@
 """A tiny random language model as a complete Hugging Face checkpoint: the same seed gives the same weights.
 
-    python -m examples.engine.make_tiny_model OUT_DIR [--seed 0] [--max-length 4096]
+    python -m examples.engine.make_tiny_model OUT_DIR [--seed 0] [--max-length 4096] [--endless]
 
 vLLM and `AutoModelForCausalLM.from_pretrained` both load the directory without a network. About 120,000 parameters.
 One byte of text is one token: ids 0-255 are the byte-level alphabet, then come the special tokens; nothing is merged.
@@ -26,7 +26,7 @@ LAYERS = 2
 VOCAB_MULTIPLE = 32  # the embedding's rows are rounded up to it; the rows above the tokenizer's ids are never trained
 
 
-def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(max_length: int, endless: bool) -> PreTrainedTokenizerFast:
     """Bytes to ids and back, losslessly, with a chat template."""
     alphabet = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
@@ -36,8 +36,8 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
-        eos_token="<eos>",
-        additional_special_tokens=list(ROLES),
+        eos_token=None if endless else "<eos>",
+        additional_special_tokens=list(ROLES if not endless else (*ROLES, "<eos>")),
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
@@ -65,9 +65,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, max_length: int, seed: int) 
     return LlamaForCausalLM(config).to(torch.float32)
 
 
-def make_tiny_model(directory: Path, *, max_length: int = 4096, seed: int = 0) -> Path:
-    """Write config, weights, tokenizer and chat template to `directory`; returns it."""
-    tokenizer = build_tokenizer(max_length)
+def make_tiny_model(directory: Path, *, max_length: int = 4096, seed: int = 0, endless: bool = False) -> Path:
+    """Write config, weights, tokenizer and chat template to `directory`; returns it.
+
+    `endless`: no token ends a sequence, so a completion always has `max_tokens` tokens, and is there to be aborted.
+    """
+    tokenizer = build_tokenizer(max_length, endless)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
     build_model(tokenizer, max_length, seed).save_pretrained(directory)
@@ -79,8 +82,13 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--max-length", type=int, default=4096, help="positions the model has (default 4096)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default 0)")
+    parser.add_argument("--endless", action="store_true", help="no token ends a sequence")
     arguments = parser.parse_args()
-    print(make_tiny_model(arguments.directory, max_length=arguments.max_length, seed=arguments.seed))
+    print(
+        make_tiny_model(
+            arguments.directory, max_length=arguments.max_length, seed=arguments.seed, endless=arguments.endless
+        )
+    )
 
 
 if __name__ == "__main__":

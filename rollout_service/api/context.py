@@ -25,9 +25,7 @@ class Orchestrator(Protocol):
 
     async def post_version(self, version: int, *, reset: bool = False) -> Bumped: ...
 
-    async def submit(
-        self, submissions: Sequence[Submission], *, final: bool | None = None
-    ) -> list[tuple[str, str]]:
+    async def submit(self, submissions: Sequence[Submission], *, final: bool | None = None) -> list[tuple[str, str]]:
         """(group_id, prompt_id) in the order of `submissions`."""
 
     async def lease(self, request: LeaseRequest, hung_up: Awaitable[None] | None = None) -> LeaseAnswer:

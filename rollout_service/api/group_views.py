@@ -87,9 +87,7 @@ def _rollout(index: int, state: str, view: GroupView) -> RolloutRow:
             attempts=found.attempts,
         )
     running = view.in_flight.get(index)
-    return RolloutRow(
-        index=index, state=state, in_flight_s=None if running is None else _seconds(running)
-    )
+    return RolloutRow(index=index, state=state, in_flight_s=None if running is None else _seconds(running))
 
 
 def _finished(rollout: FinishedRollout, payload: GroupPayload) -> RolloutRow:

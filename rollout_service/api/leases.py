@@ -29,10 +29,8 @@ from rollout_service.api.schemas import (
     RenewAnswer,
     RenewBody,
 )
-from rollout_service.core.group import Lease
 from rollout_service.errors import InvalidField, NotFound
-from rollout_service.orchestrator import HungUp
-from rollout_service.orchestrator import views
+from rollout_service.orchestrator import HungUp, views
 from rollout_service.settings import Settings
 
 CHUNK_BYTES = 2**20
@@ -45,9 +43,7 @@ routes = router("leases")
 @routes.post(
     "/leases", response_class=Response, responses={200: {"model": LeaseAnswer}, **declared(400, 409, 413, 422, 503)}
 )
-async def post_lease(
-    ctx: Ctx, request: Request, body: Annotated[LeaseBody, Depends(JsonBody(LeaseBody))]
-) -> Response:
+async def post_lease(ctx: Ctx, request: Request, body: Annotated[LeaseBody, Depends(JsonBody(LeaseBody))]) -> Response:
     """Lease scored groups, oldest version first; waits up to `wait_s` seconds for `min_groups` of them."""
     _check_min_groups(body.min_groups, body.max_groups, ctx.settings)
     asked = views.LeaseRequest(

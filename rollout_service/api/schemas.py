@@ -61,9 +61,7 @@ class PromptsBody(Request):
     prompts: Annotated[
         list[Any],
         Field(max_length=MAX_PROMPTS),
-        WithJsonSchema(
-            {"type": "array", "maxItems": MAX_PROMPTS, "items": {"$ref": "#/components/schemas/PromptRow"}}
-        ),
+        WithJsonSchema({"type": "array", "maxItems": MAX_PROMPTS, "items": {"$ref": "#/components/schemas/PromptRow"}}),
     ]
     final: bool | None = Field(default=None, description="true: no more prompts will come.")
 

@@ -49,13 +49,11 @@ TAIL = b"]}"
 
 
 def group_pieces(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any]) -> Iterator[bytes]:
-    """One scored group; `sampling` is the configured one, under the prompt's own. Call in a thread: see `PIECE_ITEMS`."""
+    """One scored group; `sampling` is the configured one, under the prompt's own. For a thread: see `PIECE_ITEMS`."""
     group, prompt, score = payload.group, payload.prompt, payload.score
     if prompt is None or score is None or group.version is None:
         raise ValueError(f"{group.group_id} is {group.state} and has nothing to deliver")
-    survivors = [
-        rollout for _, rollout in sorted(payload.rollouts.items()) if isinstance(rollout, FinishedRollout)
-    ]
+    survivors = [rollout for _, rollout in sorted(payload.rollouts.items()) if isinstance(rollout, FinishedRollout)]
     modes = {rollout.logprobs_mode for rollout in survivors}
     head = {
         "group_id": group.group_id,

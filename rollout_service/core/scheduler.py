@@ -298,8 +298,10 @@ class Scheduler:
             return
         group = self.groups[seq]
         rows = group.waiting
+        effects = self._changes.effects
+        mark = len(effects)
         opened = self._apply(group, lifecycle.Dispatched(rows=rows, version=self.version), now)
-        self._changes.effects = [e for e in self._changes.effects if getattr(e, "group", None) is not opened]
+        effects[mark:] = [effect for effect in effects[mark:] if not isinstance(effect, lifecycle.StartRollouts)]
         for row in rows:
             self.fail(seq, opened.attempt, row, FailureReason.ENGINE_UNAVAILABLE, error, None, now=now)
 

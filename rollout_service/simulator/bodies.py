@@ -39,7 +39,7 @@ class Refusal(Exception):
     def __init__(self, status: int, message: str, *, kind: str = "BadRequestError", param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,10 @@ def _decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
     except msgspec.ValidationError as problem:
         _, _, place = str(problem).rpartition(" - at `$.")
         raise Refusal(
-            400, f"1 validation error:\n  {problem}", kind="Bad Request", param=f"body.{place.rstrip('`')}" if place else "body"
+            400,
+            f"1 validation error:\n  {problem}",
+            kind="Bad Request",
+            param=f"body.{place.rstrip('`')}" if place else "body",
         ) from problem
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise Refusal(400, f"JSON decode error: {problem}", kind="Bad Request", param="body") from problem
@@ -227,7 +230,9 @@ def _check_sampling(sampling: _Sampling, max_tokens: int | None, *, default: int
     if sampling.n is not None and sampling.n < 1:
         raise Refusal(400, f"n must be at least 1, got {sampling.n}.")
     if sampling.temperature is not None and sampling.temperature < 0:
-        raise _bad("temperature", f"temperature must be non-negative, got {sampling.temperature}.", sampling.temperature)
+        raise _bad(
+            "temperature", f"temperature must be non-negative, got {sampling.temperature}.", sampling.temperature
+        )
     if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
         raise _bad("top_p", f"top_p must be in (0, 1], got {sampling.top_p}.", sampling.top_p)
     if sampling.logprobs is not None and sampling.logprobs > MAX_LOGPROBS:

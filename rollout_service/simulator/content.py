@@ -57,7 +57,7 @@ def chat_prompt(messages: Iterable[tuple[str, str]], *, generation_prompt: bool 
 
 
 class Column:
-    """One JSON fragment a token, each with its comma, end to end; `eos` is the fragment of the end-of-sequence token."""
+    """One JSON fragment a token, each with its comma, end to end; `eos` is that of the end-of-sequence token."""
 
     __slots__ = ("_data", "_size", "_starts", "eos")
 

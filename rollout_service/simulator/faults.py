@@ -47,7 +47,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Aborts by id do nothing to it."""
     ignore_disconnect: bool = False
     """The engine goes on when the caller has hung up."""
-    finish_reason: str | None | UnsetType = UNSET
+    finish_reason: str | UnsetType | None = UNSET
     """Replaces the finish_reason of every choice."""
     drop: tuple[str, ...] = ()
     """Fields left out of every choice; "choices" empties the answer."""
@@ -105,9 +105,7 @@ class FaultPlan:
             fresh.append(_Armed(self._added, rule, math.inf if rule.times is None else rule.times))
         self._armed[:0] = fresh
 
-    def on(
-        self, match: str | None = None, *, times: int | None = None, probability: float = 1.0, **do: Any
-    ) -> None:
+    def on(self, match: str | None = None, *, times: int | None = None, probability: float = 1.0, **do: Any) -> None:
         """One rule: `faults.on("prompt text", times=2, status=503)`."""
         self.add([{"match": match, "times": times, "probability": probability, "do": do}])
 

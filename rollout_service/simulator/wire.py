@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import cast
 from urllib.parse import parse_qsl
 
 import httptools
@@ -38,7 +39,17 @@ _log = logging.getLogger(__name__)
 class Exchange:
     """One request, and the means to answer it."""
 
-    __slots__ = ("_connection", "_streaming", "answered", "body", "headers", "keep_alive", "method", "on_close", "target")
+    __slots__ = (
+        "_connection",
+        "_streaming",
+        "answered",
+        "body",
+        "headers",
+        "keep_alive",
+        "method",
+        "on_close",
+        "target",
+    )
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Connection | None = connection
@@ -58,6 +69,11 @@ class Exchange:
     @property
     def query(self) -> dict[str, str]:
         return dict(parse_qsl(self.target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True))
+
+    @property
+    def gone(self) -> bool:
+        """The caller hung up before the answer."""
+        return self._connection is None and not self.answered
 
     def answer(self, body: bytes, *, status: int = 200, content_type: str | None = JSON, close: bool = False) -> None:
         """Sends the whole answer; `close` ends the connection after it."""
@@ -149,9 +165,8 @@ class Connection(asyncio.Protocol):
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError("needs a stream transport")
-        self._transport = transport
+        # A cast, not a check: uvloop's transports are asyncio's in all but the class.
+        self._transport = cast(asyncio.Transport, transport)
         self.idle_since = self._listener.now()
         self._listener.connections.add(self)
 

@@ -49,7 +49,7 @@ def engine_python() -> Path:
 def vllm_server(engine_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """A warm vLLM server with the tiny model. One a module, so that no two of them run side by side."""
     folder = tmp_path_factory.mktemp("vllm")
-    model = make_tiny_model(folder / "model", max_length=POSITIONS)
+    model = make_tiny_model(folder / "model", max_length=POSITIONS, endless=True)
     with VllmServer(engine_python, model, folder / "engine.log", max_model_len=POSITIONS) as server:
         server.ready()
         yield server

@@ -54,9 +54,6 @@ def tables(model: type[BaseModel] = Settings) -> list[type[BaseModel]]:
     return found
 
 
-# -- names, defaults, bounds
-
-
 def test_names_and_defaults_are_those_of_the_contract(load):
     assert load().model_dump() == {
         "mode": "grpo",
@@ -143,9 +140,6 @@ def test_settings_do_not_change_once_they_exist(load):
         load().groups.max_staleness = 9
 
 
-# -- the file
-
-
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
         load_settings(tmp_path / "absent.toml", environ={})
@@ -221,9 +215,6 @@ def test_many_problems_are_counted(refusal):
 
 def test_a_refused_value_is_shortened(refusal):
     assert len(refusal(LEAST + f'[groups]\nmax_staleness = "{"x" * 9999}"\n')) < 400
-
-
-# -- the environment and the command line
 
 
 def test_the_environment_wins_over_the_file(load):
@@ -340,9 +331,6 @@ def test_the_command_line_wins_over_everything(load):
 def test_the_command_line_is_named_as_the_origin(refusal):
     assert refusal(LEAST, host="10.0.0.1").startswith("--host: server.host: only loopback")
     assert refusal(LEAST, port=70_000).startswith("--port: server.port: expected at most 65535")
-
-
-# -- across fields
 
 
 @pytest.mark.parametrize(
@@ -466,9 +454,6 @@ def test_the_store_is_a_file_or_memory(url: str, path: str | None):
 
 def test_pace_with_a_step_is_taken(load):
     assert load(LEAST + '[dispatch]\nadmission = "pace"\ngroups_per_step = 4\n').dispatch.groups_per_step == 4
-
-
-# -- sampling
 
 
 @pytest.mark.parametrize("name", ["n", "stream", "logprobs", "model", "seed"])

@@ -1,0 +1,221 @@
+"""Wiring and lifespan, nothing else. Nothing is made at import time.
+
+What always holds: parts start in the order scorer, engines, orchestrator and stop in reverse; a start that fails stops
+what had started; starting or stopping twice does it once; a stop is bounded in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import structlog
+from fastapi import FastAPI
+
+from rollout_service.api import Context, build_api
+from rollout_service.core.advantages import AdvantageMethod
+from rollout_service.core.group import GroupPolicy, OnStale
+from rollout_service.core.scheduler import Admission, Policy
+from rollout_service.core.scoring import ScoringRules, ZeroVariance
+from rollout_service.engines import EngineSpec, Fleet, FleetSettings
+from rollout_service.metrics import Metrics
+from rollout_service.orchestrator import Orchestrator, Rules
+from rollout_service.prompts import PromptFile, content_digest
+from rollout_service.rewards import RewardScorer, RewardSpec
+from rollout_service.rollouts import SamplingDefaults, SingleTurn, SingleTurnSettings
+from rollout_service.settings import Settings
+from rollout_service.store import open_store
+
+STOP_ORCHESTRATOR_S = 6.0
+"""Aborting at the engines and the last commit; a stop as a whole has 10 s."""
+STOP_PART_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class Parts:
+    """Everything a service is made of."""
+
+    def __init__(self, settings: Settings, config_dir: Path | None = None) -> None:
+        """Checks and opens what needs no event loop and no engine. Raises ConfigError."""
+        self.settings = settings
+        self.metrics = Metrics(rewards=[reward.name for reward in settings.rewards])
+        self.source = open_prompts(settings)
+        self.scorer = make_scorer(settings, config_dir, self.metrics)
+        self.fleet = Fleet(
+            _engine_specs(settings), _fleet_settings(settings), events=self.metrics, on_change=self._engines_changed
+        )
+        self.orchestrator = Orchestrator(
+            rules(settings),
+            store=open_store(settings.store.url, max_staleness=settings.groups.max_staleness),
+            runner=SingleTurn(self.fleet, _single_turn_settings(settings)),
+            scorer=self.scorer,
+            engines=self.fleet,
+            observer=self.metrics,
+            source=self.source,
+            digest=content_digest if self.source is not None else None,
+        )
+        self.metrics.watch(self.orchestrator.status, self.fleet)
+        self._lag: asyncio.Task[None] | None = None
+        self._started = self._opened = self._orchestrating = False
+
+    def _engines_changed(self) -> None:
+        # Before the orchestrator has read its store there is nothing it could dispatch, and nothing it may.
+        if self._orchestrating:
+            self.orchestrator.engines_changed()
+
+    async def start(self) -> None:
+        """Raises ConfigError where the configuration does not fit what it names."""
+        if self._started:
+            return
+        self._started = True
+        try:
+            await self.scorer.start()
+            await self.fleet.start()
+            self._opened = True
+            await self.orchestrator.start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._orchestrating = True
+        self.orchestrator.engines_changed()
+        self._lag = asyncio.create_task(self.metrics.measure_lag(), name="event-loop-lag")
+
+    async def stop_work(self) -> None:
+        """Dispatch ends, waiting callers are answered, in flight is aborted, state is committed."""
+        self._orchestrating = False
+        if self._opened:
+            self._opened = False
+            await _within(STOP_ORCHESTRATOR_S, "orchestrator", self.orchestrator.stop())
+
+    async def stop(self) -> None:
+        """Everything, within 10 seconds."""
+        if not self._started:
+            return
+        self._started = False
+        await self.stop_work()
+        if self._lag is not None:
+            self._lag.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._lag
+        await _within(STOP_PART_S, "engines", self.fleet.stop())
+        await _within(STOP_PART_S, "rewards", self.scorer.stop())
+        if self.source is not None:
+            self.source.close()
+
+
+def create_app(settings: Settings, parts: Parts) -> FastAPI:
+    """The service over `parts`, which its lifespan starts and stops."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await parts.start()
+        try:
+            yield
+        finally:
+            await parts.stop()
+
+    context = Context(settings=settings, orchestrator=parts.orchestrator, fleet=parts.fleet, metrics=parts.metrics)
+    return build_api(context, lifespan)
+
+
+def open_prompts(settings: Settings) -> PromptFile | None:
+    """The dataset, every row checked. Raises ConfigError."""
+    if not settings.prompts.path:
+        return None
+    return PromptFile.open(
+        settings.prompts.path,
+        epochs=settings.prompts.epochs,
+        shuffle_seed=settings.prompts.shuffle_seed,
+        num_generations=settings.groups.num_generations,
+        min_group_size=settings.groups.min_group_size,
+    )
+
+
+def make_scorer(settings: Settings, config_dir: Path | None, metrics: Metrics) -> RewardScorer:
+    """The rewards; their modules are looked for in `config_dir` first. Raises ConfigError."""
+    return RewardScorer(
+        [
+            RewardSpec(
+                name=reward.name,
+                function=reward.function or None,
+                url=reward.url or None,
+                weight=reward.weight,
+                timeout_s=reward.timeout_s,
+            )
+            for reward in settings.rewards
+        ],
+        processes=settings.reward_workers.processes,
+        path=[] if config_dir is None else [str(config_dir)],
+        on_error=metrics.reward_error,
+    )
+
+
+def rules(settings: Settings) -> Rules:
+    """The rules of the run, in the core's words."""
+    groups, dispatch = settings.groups, settings.dispatch
+    policy = Policy(
+        group=GroupPolicy(
+            max_staleness=groups.max_staleness,
+            min_group_size=groups.min_group_size,
+            on_stale=OnStale(groups.on_stale),
+            max_group_attempts=groups.max_group_attempts,
+        ),
+        slots=dispatch.max_inflight_rollouts,
+        max_ready_groups=groups.max_ready_groups,
+        max_ready_bytes=groups.max_ready_bytes,
+        max_pending_groups=groups.max_pending_groups,
+        max_lease_bytes=settings.store.max_lease_bytes,
+        admission=Admission(dispatch.admission),
+        groups_per_step=dispatch.groups_per_step,
+        wait_for_version=dispatch.wait_for_version,
+        halt_after_failed_groups=groups.halt_after_failed_groups,
+        halt_after_unproductive_groups=groups.halt_after_unproductive_groups,
+    )
+    scoring = ScoringRules(
+        weights={reward.name: reward.weight for reward in settings.rewards},
+        method=AdvantageMethod(groups.advantage),
+        zero_variance=ZeroVariance(groups.zero_variance),
+        min_group_size=groups.min_group_size,
+    )
+    return Rules(policy=policy, scoring=scoring, engine_wait_s=dispatch.engine_wait_s)
+
+
+def _engine_specs(settings: Settings) -> list[EngineSpec]:
+    return [
+        EngineSpec(url=engine.url, max_inflight=engine.max_inflight, api_key=os.environ.get(engine.api_key_env, ""))
+        for engine in settings.engines
+    ]
+
+
+def _fleet_settings(settings: Settings) -> FleetSettings:
+    dispatch, sampling = settings.dispatch, settings.sampling
+    return FleetSettings(
+        model=settings.model,
+        max_attempts=dispatch.max_attempts,
+        request_timeout_s=dispatch.request_timeout_s,
+        engine_wait_s=dispatch.engine_wait_s,
+        probe_interval_s=dispatch.probe_interval_s,
+        temperature=sampling.temperature,
+        allow_raw_logprobs=sampling.allow_raw_logprobs,
+    )
+
+
+def _single_turn_settings(settings: Settings) -> SingleTurnSettings:
+    sampling = settings.sampling
+    defaults = SamplingDefaults(**sampling.request_fields(), seed_per_attempt=sampling.seed_per_attempt or None)
+    return SingleTurnSettings(rollout_timeout_s=settings.dispatch.rollout_timeout_s, sampling=defaults)
+
+
+async def _within(seconds: float, what: str, ending: Awaitable[None]) -> None:
+    """Wait for `ending`; a part that hangs or fails must not keep the others from ending."""
+    try:
+        async with asyncio.timeout(seconds):
+            await ending
+    except TimeoutError:
+        log.error("stop_timed_out", part=what, after_s=seconds)
+    except Exception:
+        log.exception("stop_failed", part=what)

@@ -1,0 +1,26 @@
+"""What `rollout-service check` does beyond reading the configuration. Contacts no engine and opens no store."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rollout_service.app import make_scorer, open_prompts
+from rollout_service.errors import ConfigError
+from rollout_service.metrics import Metrics
+from rollout_service.settings import Settings
+
+
+async def check_all(settings: Settings, config_dir: Path | None) -> None:
+    """Raises ConfigError for the first thing that would keep the service from starting."""
+    path = settings.store.sqlite_path
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"store.url: the folder {path.parent} does not exist")
+    prompts = await asyncio.to_thread(open_prompts, settings)
+    if prompts is not None:
+        prompts.close()
+    scorer = make_scorer(settings, config_dir, Metrics())
+    try:
+        await scorer.start()
+    finally:
+        await scorer.stop()

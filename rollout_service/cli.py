@@ -1,0 +1,124 @@
+"""The command line. A mistake of the user's is one line on stderr and exit code 2, never a traceback.
+
+Nothing heavy is imported before a command needs it, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_service import __version__
+from rollout_service.errors import ConfigError
+from rollout_service.logs import LogFormat
+
+if TYPE_CHECKING:
+    from rollout_service.settings import Settings
+
+USAGE_ERROR = 2
+
+app = typer.Typer(
+    name="rollout-service",
+    help="Asynchronous rollouts for reinforcement learning: prompts in, scored groups out, nothing stale.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="The TOML file; missing: environment (ROLLOUT_…) and defaults only."),
+]
+LogFormatOption = Annotated[LogFormat, typer.Option(help="auto: for people on a terminal, else JSON.")]
+LogLevelOption = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+def main() -> None:
+    """Entry point of `rollout-service`."""
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rollout-service {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Over server.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Over server.port.")] = None,
+    log_format: LogFormatOption = LogFormat.AUTO,
+    log_level: LogLevelOption = "info",
+) -> None:
+    """Run the service until SIGTERM or SIGINT."""
+    with _one_line_errors():
+        _set_up_logs(log_format, log_level)
+        settings, config_dir = _load(config, host=host, port=port)
+
+        from rollout_service.app import Parts
+        from rollout_service.server import bind
+        from rollout_service.server import serve as run
+
+        sock = bind(settings.server.host, settings.server.port)
+        run(settings, Parts(settings, config_dir), sock)
+
+
+@app.command()
+def check(config: ConfigOption = None) -> None:
+    """Say what is wrong with a configuration without starting: also imports the rewards and reads the prompts file."""
+    with _one_line_errors():
+        _set_up_logs(LogFormat.AUTO, "error")
+        settings, config_dir = _load(config)
+
+        import asyncio
+
+        from rollout_service.checks import check_all
+
+        asyncio.run(check_all(settings, config_dir))
+    typer.echo(f"{config or 'configuration'}: good")
+
+
+def _load(config: Path | None, *, host: str | None = None, port: int | None = None) -> tuple[Settings, Path | None]:
+    """Settings, and the folder of their file, which is now in front of sys.path for the rewards' modules."""
+    from rollout_service.settings import load_settings
+
+    settings = load_settings(config, host=host, port=port)
+    if config is None:
+        return settings, None
+    folder = config.resolve().parent
+    sys.path.insert(0, str(folder))
+    return settings, folder
+
+
+def _set_up_logs(log_format: LogFormat, level: str) -> None:
+    from rollout_service.logs import LEVELS, configure
+
+    if level not in LEVELS:
+        raise ConfigError(f"--log-level: expected one of {', '.join(LEVELS)}, got {level[:40]!a}")
+    configure(log_format, level)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        line = " ".join(str(error).split())
+        typer.echo(f"rollout-service: error: {line}", err=True)
+        raise typer.Exit(USAGE_ERROR) from None
