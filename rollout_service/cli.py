@@ -94,6 +94,39 @@ def check(config: ConfigOption = None) -> None:
     typer.echo(f"{config or 'configuration'}: good")
 
 
+@app.command("simulate-engine")
+def simulate_engine(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free port; the first line on stdout tells it.")] = 8000,
+    model: Annotated[str, typer.Option(help="The one model name served.")] = "simulated",
+    max_model_len: Annotated[int, typer.Option(help="Prompt and completion together, in tokens.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Same seed and request ids: same completions.")] = 0,
+    tokens_per_s: Annotated[float, typer.Option(help="Speed of one request alone.")] = 600.0,
+    batch_half: Annotated[float, typer.Option(help="At this many others a request runs at half its speed.")] = 16.0,
+    latency: Annotated[float | None, typer.Option(help="Fixed seconds a completion, instead of a speed.")] = None,
+    jitter: Annotated[float, typer.Option(help="Share by which --latency is spread.")] = 0.0,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that decode together.")] = None,
+    lengths: Annotated[str, typer.Option(help="Completion lengths: fixed, uniform or lognormal.")] = "lognormal",
+    mean_tokens: Annotated[int, typer.Option(help="Mean completion length.")] = 128,
+    sigma: Annotated[float, typer.Option(help="Shape of the lognormal.")] = 0.8,
+    logprobs_mode: Annotated[str, typer.Option(help="What /server_info reports.")] = "raw_logprobs",
+    dev_mode: Annotated[bool, typer.Option(help="The routes of VLLM_SERVER_DEV_MODE.")] = True,
+    scale_out: Annotated[bool, typer.Option(help="The /inference routes of --enable-scale-out.")] = True,
+    api_key: Annotated[str, typer.Option(envvar="VLLM_API_KEY", help="Key that guards it; empty: open.")] = "",
+) -> None:
+    """Run an engine that behaves like vLLM: for tests, benchmarks, and trainers without a GPU."""
+    given = dict(locals())
+    with _one_line_errors():
+        from rollout_service import simulator
+
+        try:
+            settings = simulator.SimulatorSettings(**given)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        code = simulator.serve(settings)
+    raise typer.Exit(code)
+
+
 def _load(config: Path | None, *, host: str | None = None, port: int | None = None) -> tuple[Settings, Path | None]:
     """Settings, and the folder of their file, which is now in front of sys.path for the rewards' modules."""
     from rollout_service.settings import load_settings

@@ -91,7 +91,9 @@ async def fleet_of(
         assert all(member["in_flight"] == 0 for member in fleet.describe())
 
 
-def ask(text: str | None = "abc", *, ids: list[int] | None = None, tag: str = "g.1.0", **sampling: Any) -> GenerateRequest:
+def ask(
+    text: str | None = "abc", *, ids: list[int] | None = None, tag: str = "g.1.0", **sampling: Any
+) -> GenerateRequest:
     """A request for a text prompt, or for one of ids."""
     token_ids = array("i", ids) if ids is not None else None
     return GenerateRequest(

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 ROLES = ("<user>", "<assistant>", "<system>")
 CHAT_TEMPLATE = (
@@ -70,6 +71,7 @@ def make_tiny_model(directory: Path, *, max_length: int = 4096, seed: int = 0, e
 
     `endless`: no token ends a sequence, so a completion always has `max_tokens` tokens, and is there to be aborted.
     """
+    transformers_logging.disable_progress_bar()  # the weights are written within a millisecond
     tokenizer = build_tokenizer(max_length, endless)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)

@@ -54,7 +54,8 @@ def build_api(context: Context, lifespan: Lifespan | None = None) -> FastAPI:
     )
     app.state.context = context
     for module in (policy_version, prompts, leases, groups, status, engines, control, probes):
-        app.include_router(module.routes)
+        # As they are, not through include_router: problems.py looks through them for the methods of a path.
+        app.router.routes.extend(module.routes.routes)
     problems.install(app)
     app.add_middleware(Edge, metrics=context.metrics)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's own way to extend the document

@@ -21,12 +21,7 @@ def group_detail(view: GroupView, sampling: Mapping[str, Any]) -> GroupDetail:
     """`sampling` is the configured one, under the prompt's own."""
     payload = view.payload
     group, prompt, score = payload.group, payload.prompt, payload.score
-    by_state = {
-        "waiting": sorted(group.waiting),
-        "running": sorted(group.running),
-        "finished": sorted(group.finished),
-        "failed": sorted(group.failed),
-    }
+    by_state = _rows(group, view.in_flight)
     state_of = {index: state for state, indexes in by_state.items() for index in indexes}
     rollouts = [_rollout(index, state, view) for index, state in sorted(state_of.items())]
     return GroupDetail(
@@ -38,6 +33,17 @@ def group_detail(view: GroupView, sampling: Mapping[str, Any]) -> GroupDetail:
         prompt=None if prompt is None else _shown(prompt),
         sampling=None if prompt is None else {**sampling, **prompt.sampling},
     )
+
+
+def _rows(group: Group, in_flight: Mapping[int, float]) -> dict[str, list[int]]:
+    """Row numbers by state. The store does not know which rows are in flight; the orchestrator does."""
+    running = {*group.running, *in_flight} - group.finished - group.failed
+    return {
+        "waiting": sorted(set(group.waiting) - running),
+        "running": sorted(running),
+        "finished": sorted(group.finished),
+        "failed": sorted(group.failed),
+    }
 
 
 def _standing(group: Group, *, version: int, now: float) -> dict[str, Any]:

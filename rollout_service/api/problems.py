@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -55,13 +56,8 @@ def problem(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """A problem as a response."""
-    document = {
-        **_plain(facts or {}),
-        "type": f"/problems/{slug}",
-        "title": title,
-        "status": status,
-        "detail": _text(detail),
-    }
+    document = {"type": f"/problems/{slug}", "title": title, "status": status, "detail": _text(detail)}
+    document |= {name: value for name, value in _plain(facts or {}).items() if name not in document}
     return Response(msgspec.json.encode(document), status, headers, MEDIA_TYPE)
 
 
@@ -111,14 +107,21 @@ async def _invalid(_: Request, error: Exception) -> Response:
     return problem_of(InvalidField(f"{name}: {first['msg']}", field=name))
 
 
-async def _http(_: Request, error: Exception) -> Response:
+async def _http(request: Request, error: Exception) -> Response:
     """What the router itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this type only
     status = HTTPStatus(error.status_code)
     detail = {404: "there is nothing at this path", 405: "this path does not take this method"}
     slug = status.phrase.lower().replace(" ", "-")
     text = detail.get(error.status_code) or str(error.detail)
-    return problem(error.status_code, slug, status.phrase.capitalize(), text, headers=error.headers)
+    headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
+    return problem(error.status_code, slug, status.phrase.capitalize(), text, headers=headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """Every method the path takes; the router looks at the first route of a path only."""
+    routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
+    return sorted({m for route in routes if route.path_regex.match(request.url.path) for m in route.methods or ()})
 
 
 async def _gone(_: Request, __: Exception) -> Response:

@@ -17,7 +17,7 @@ import msgspec
 from rollout_service.core.group import Lease
 from rollout_service.core.model import FinishedRollout, FinishReason
 from rollout_service.core.records import GroupPayload, GroupScore, RowScore
-from rollout_service.core.sequences import TokenSequence, token_sequences
+from rollout_service.core.sequences import token_sequences
 from rollout_service.orchestrator.views import LeaseAnswer
 
 PIECE_ITEMS = 16_384
@@ -74,12 +74,14 @@ def group_pieces(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any
     first = True
     for rollout in survivors:
         rollout_id = f"{group.group_id}.{group.attempt}.{rollout.index}"
-        about = _encode(_about(rollout, rollout_id, group.version, _row_score(score, rollout)))[1:]
+        about = _encode(_about(rollout, rollout_id, group.version, _row_score(score, rollout)))[:-1]
         for sequence in token_sequences(rollout.turns):
-            yield b"{" if first else b",{"
+            yield about if first else b"," + about
             first = False
-            yield from _tokens(sequence)
-            yield about
+            yield from _array("input_ids", sequence.input_ids)
+            yield from _array("completion_mask", sequence.completion_mask)
+            yield from _array("old_log_probs", sequence.old_log_probs)
+            yield b"}"
     yield b"]}"
 
 
@@ -107,16 +109,10 @@ def _about(rollout: FinishedRollout, rollout_id: str, version: int, score: RowSc
     return about | ({"weight_versions": spans} if spans else {})
 
 
-def _tokens(sequence: TokenSequence) -> Iterator[bytes]:
-    yield from _array("input_ids", sequence.input_ids)
-    yield from _array("completion_mask", sequence.completion_mask)
-    yield from _array("old_log_probs", sequence.old_log_probs)
-
-
 def _array(name: str, values: Any) -> Iterator[bytes]:
-    """`"name":[…],` for an array or bytes."""
-    yield b'"' + name.encode() + b'":['
+    """`,"name":[…]` for an array or bytes."""
+    yield b',"' + name.encode() + b'":['
     for start in range(0, len(values), PIECE_ITEMS):
         piece = _encode(list(values[start : start + PIECE_ITEMS]))[1:-1]
         yield piece if start == 0 else b"," + piece
-    yield b"],"
+    yield b"]"

@@ -48,9 +48,12 @@ class AbortBatch:
         self._timers: deque[asyncio.TimerHandle] = deque()
         self._calls: set[asyncio.Task[None]] = set()
         self._scheduled = False
+        self._closed = False
 
     def add(self, abort_id: str, sent_at: float) -> None:
-        """Have `abort_id` aborted; `sent_at`: when its request was sent, by the clock."""
+        """Have `abort_id` aborted; `sent_at`: when its request was sent, by the clock. After `close` it does nothing."""
+        if self._closed:
+            return
         self._waiting.append(abort_id)
         if self._clock() - sent_at < YOUNG_S:
             self._young.append(abort_id)
@@ -60,6 +63,7 @@ class AbortBatch:
 
     async def close(self, within_s: float = CALL_TIMEOUT_S) -> None:
         """Send what waits, and wait for the calls that are out, `within_s` at most."""
+        self._closed = True
         if self._waiting:
             self._flush()
         for timer in self._timers:

@@ -125,6 +125,7 @@ class Generation:
         self._attempts = 0
         self._uncounted = 0
         self._wasted = 0
+        self._last: EngineFault | None = None
 
     async def run(self) -> Answer:
         """Raises GenerationFailed. Cancelling aborts at the engine."""
@@ -146,11 +147,10 @@ class Generation:
         try:
             return await self._slots.acquire(self._request, gate=self._gate, deadline=self._deadline, avoid=avoid)
         except GenerationFailed as failed:
-            # The engine that failed before says more than that none is there now.
-            failed.attempts = self._attempts
-            failed.wasted_tokens = self._wasted
-            failed.engine = avoid.engine.url if avoid else None
-            raise
+            if avoid is None:
+                raise
+            # What the engine did before says more than that none is there now.
+            raise self._failed(failed.reason, f"{failed}; before that: {self._last}", avoid) from None
 
     async def _ask(self, member: Member) -> Turn:
         self._sending(self._request, member)
@@ -182,6 +182,7 @@ class Generation:
     async def _judge(self, fault: EngineFault, member: Member) -> float:
         """Seconds to wait before the next attempt; raises GenerationFailed when there is none."""
         self._wasted += fault.tokens
+        self._last = fault
         down = isinstance(fault, TransportFault) and not await member.verify()
         if down and self._uncounted < MAX_UNCOUNTED:
             self._uncounted += 1

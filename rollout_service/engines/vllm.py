@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -120,6 +123,7 @@ class EngineClients:
         self.control = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=MODELS_TIMEOUT_S,
+            verify=ssl.create_default_context(),  # what aiohttp trusts, so that both paths agree
             follow_redirects=False,
             trust_env=False,
         )
@@ -377,7 +381,11 @@ class VllmEngine:
                 return await self._clients.control.get(self._base + path, headers=self._auth, timeout=timeout_s)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise RequestTimeout(f"GET {path}: no answer in {timeout_s:g} s") from error
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise ConfigError(f"engine {self.url} is no http or https URL: {error}") from error
         except (httpx.HTTPError, OSError) as error:
+            if _speaks_otherwise(error):
+                raise ConfigError(f"engine {self.url} is no OpenAI-compatible server: {error}") from error
             raise TransportFault(f"GET {path}: {_words(error)}") from error
 
 
@@ -399,14 +407,33 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
         yield body[at : at + LARGE_BODY]
 
 
+def _speaks_otherwise(error: Exception) -> bool:
+    """Whether something answered that speaks no HTTP, or other TLS than ours; a server that hung up did not answer."""
+    if isinstance(error, httpx.RemoteProtocolError):
+        return "disconnected" not in str(error)
+    return isinstance(error, httpx.ConnectError) and "[SSL" in str(error)
+
+
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _refusal(status: int, raw: bytes, retry_after: str | None) -> StatusFault:
     message, param = error_message(raw)
-    seconds = float(retry_after) if retry_after and re.fullmatch(r"\d{1,9}(\.\d+)?", retry_after.strip()) else None
-    return StatusFault(status, message, param=param, retry_after_s=seconds)
+    return StatusFault(status, message, param=param, retry_after_s=_seconds(retry_after))
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """A Retry-After header in seconds; it may also be a date."""
+    if not retry_after:
+        return None
+    if re.fullmatch(r"\d{1,9}(\.\d+)?", retry_after.strip()):
+        return float(retry_after)
+    try:
+        at = parsedate_to_datetime(retry_after)
+    except ValueError:
+        return None
+    return (at - datetime.now(at.tzinfo)).total_seconds()
 
 
 def _logprobs_mode(config: Any) -> str | None:

@@ -47,12 +47,12 @@ class GroupFields:
             first = rollouts[0].prompt
             prompts = [first] if all(r.prompt == first for r in rollouts) else [r.prompt for r in rollouts]
             completions = [rollout.completion for rollout in rollouts]
-            ids = [memoryview(_ids(rollout)) for rollout in rollouts]
+            ids = [_ids(rollout).tobytes() for rollout in rollouts]
             fields = (self.n, prompts, completions, ids, self._columns())
             try:
-                self._packed = msgspec.msgpack.encode(fields, enc_hook=_plain)
+                self._packed = _ENCODER.encode(fields)
             except OverflowError:
-                self._packed = msgspec.msgpack.encode(_with_big_ints(fields), enc_hook=_plain)
+                self._packed = _ENCODER.encode(_with_big_ints(fields))
         return self._packed
 
     def json(self) -> bytes:
@@ -115,7 +115,7 @@ def _with_big_ints(value: Any) -> Any:
         return msgspec.msgpack.Ext(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
     if isinstance(value, Mapping):
         return {key: _with_big_ints(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes | memoryview):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_with_big_ints(item) for item in value]
     return value
 
@@ -126,6 +126,7 @@ def _extension(code: int, data: memoryview) -> int:
     return int.from_bytes(data, "big", signed=True)
 
 
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _DECODER = msgspec.msgpack.Decoder(_Packed)
 _VALUES = msgspec.msgpack.Decoder(ext_hook=_extension)
 

@@ -94,6 +94,7 @@ class SingleTurn:
                 "prompt_tokens": float(len(turn.prompt_ids)),
                 "duration_s": self._clock() - started,
                 "attempts": float(answer.attempts),
+                "wasted_tokens": float(answer.wasted_tokens),
             },
             logprobs_mode=answer.logprobs_mode,
         )

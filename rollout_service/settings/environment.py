@@ -1,7 +1,8 @@
 """The environment as a settings source: `ROLLOUT_GROUPS__MAX_STALENESS=2` is `groups.max_staleness`.
 
-Each `ROLLOUT_…` variable either sets something or is reported; none is ignored, but for two kinds that are no settings:
-the variable an engine's `api_key_env` names, and those Kubernetes sets for a Service whose name begins with "rollout".
+Each `ROLLOUT_…` variable either sets something or is reported; none is ignored, but for three kinds that are no settings:
+the variable an engine's `api_key_env` names, those Kubernetes sets for a Service whose name begins with "rollout", and
+ROLLOUT_SERVICE, which tells tests and scripts where the command lies.
 A value that is not of its field's type stays text, so that validation refuses it like any other.
 """
 
@@ -21,6 +22,7 @@ from rollout_service.settings.problems import near, table_of
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?", re.ASCII)
+NO_SETTINGS = frozenset({"ROLLOUT_SERVICE"})
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -55,7 +57,7 @@ class Environment(PydanticBaseSettingsSource):
             if annotation is not None:
                 self.origins[path] = name
                 _put(values, path, parse(self._environ[name], annotation))
-            elif not name.startswith(kubernetes):
+            elif name not in NO_SETTINGS and not name.startswith(kubernetes):
                 self.unknown[name] = self._why_unknown(name, path)
         return values
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import msgspec
 
 from .bodies import Kind
-from .engine import Call, Completion
+from .calls import Call, Completion
 
 FINGERPRINT = "vllm-0.32.0-simulated"
 
 _encode = msgspec.json.encode
+_COMPLETION, _CHAT, _GENERATE = Kind.COMPLETION, Kind.CHAT, Kind.GENERATE
+_PREFIXES = {Kind.COMPLETION: "cmpl", Kind.CHAT: "chatcmpl", Kind.GENERATE: "generate-tokens"}
 _COMPLETION_END = (
     b'],"service_tier":null,"system_fingerprint":"%b","usage":%b,"kv_transfer_params":null,'
     b'"ec_transfer_params":null,"metrics":null}'
@@ -32,27 +34,26 @@ _GENERATE_START = (
 
 def answer_id(call: Call) -> str:
     """The answer's own id. For completions it is not the one to abort by."""
-    prefix = {Kind.COMPLETION: "cmpl", Kind.CHAT: "chatcmpl", Kind.GENERATE: "generate-tokens"}[call.ask.kind]
-    return f"{prefix}-{call.request_id}"
+    return f"{_PREFIXES[call.ask.kind]}-{call.request_id}"
 
 
 def abort_ids(kind: Kind, request_id: str, prompts: int) -> list[str]:
     """The ids to abort by, one for each prompt."""
-    if kind is Kind.COMPLETION:
+    if kind is _COMPLETION:
         return [f"cmpl-{request_id}-{row}" for row in range(prompts)]
-    return [f"chatcmpl-{request_id}" if kind is Kind.CHAT else f"generate-tokens-{request_id}"] * prompts
+    return [f"chatcmpl-{request_id}" if kind is _CHAT else f"generate-tokens-{request_id}"] * prompts
 
 
 def whole_answer(call: Call, *, model: str, created: int) -> bytes:
     """The body of a call that has ended; `created` is in Unix seconds."""
     ask = call.ask
     name, model_json = _encode(answer_id(call)), _encode(model)
-    usage = _encode_usage(call)
-    if ask.kind is Kind.GENERATE:
+    usage = _usage_json(call)
+    if ask.kind is _GENERATE:
         choices = b",".join([_generate_choice(i, c) for i, c in enumerate(call.completions)])
         return _GENERATE_START % (name, model_json, created, usage) + choices + b"]}"
     fingerprint = FINGERPRINT.encode()
-    if ask.kind is Kind.CHAT:
+    if ask.kind is _CHAT:
         head = b'{"id":%b,"object":"chat.completion","created":%d,"model":%b,"choices":['
         choices = b",".join([_chat_choice(i, c) for i, c in enumerate(call.completions)])
         prompt = _encode(ask.prompts[0]) if ask.wants_ids else b"null"
@@ -64,34 +65,31 @@ def whole_answer(call: Call, *, model: str, created: int) -> bytes:
 
 
 def usage(call: Call) -> dict[str, int]:
-    """Tokens of a call: prompts once each, however many completions."""
+    """Tokens of a call that has ended: prompts once each, however many completions."""
     prompt = sum(map(len, call.ask.prompts))
-    completion = sum(c.decoded for c in call.completions)
+    completion = call.record.tokens
     return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
 
-def logprobs_json(completion: Completion, start: int, stop: int, *, base: int = 0) -> bytes:
-    """The logprobs object for tokens start..stop; text offsets count from `base`."""
-    content, ring = completion.content, completion.content.ring
-    kind = completion.call.ask.kind
-    if not completion.call.ask.wants_logprobs:
-        return b"null"
-    if kind is not Kind.COMPLETION:
-        entries = ring.chat_entries if kind is Kind.CHAT else ring.generate_entries
-        return b'{"content":[%b]}' % content.column(entries, start, stop)
-    return b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
-        _encode(content.text_offsets(start, stop, base)),
-        content.column(ring.logprobs, start, stop),
-        content.column(ring.strings, start, stop),
-        content.column(ring.completion_tops, start, stop),
-    )
-
-
-def ids_json(completion: Completion, start: int, stop: int) -> bytes:
-    """The ids of tokens start..stop, or null where the call does not want them."""
-    if not completion.call.ask.wants_ids:
-        return b"null"
-    return b"[%b]" % completion.content.column(completion.content.ring.ids, start, stop)
+def tokens_json(completion: Completion, start: int, stop: int, *, base: int = 0) -> tuple[bytes, bytes]:
+    """(ids, logprobs) of tokens start..stop, null where the call does not want them; text offsets count from `base`."""
+    content, ask = completion.content, completion.call.ask
+    ring = content.ring
+    if not ask.wants_logprobs:
+        return b"[%b]" % content.fragments((ring.ids,), start, stop)[0] if ask.wants_ids else b"null", b"null"
+    if ask.kind is _COMPLETION:
+        ids, values, strings, tops = content.fragments(ring.completion_columns, start, stop)
+        logprobs = b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
+            _encode(content.text_offsets(start, stop, base)),
+            values,
+            strings,
+            tops,
+        )
+    else:
+        entries = ring.chat_entries if ask.kind is _CHAT else ring.generate_entries
+        ids, inner = content.fragments((ring.ids, entries), start, stop)
+        logprobs = b'{"content":[%b]}' % inner
+    return b"[%b]" % ids if ask.wants_ids else b"null", logprobs
 
 
 def versions_json(completion: Completion) -> bytes:
@@ -110,45 +108,33 @@ def _text(completion: Completion) -> bytes:
 
 
 def _completion_choice(index: int, completion: Completion, prompt_ids: bytes) -> bytes:
+    ids, logprobs = tokens_json(completion, 0, completion.decoded)
     return (
         b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":null,"token_ids":%b,'
         b'"prompt_logprobs":null,"prompt_token_ids":%b,"routed_experts":null}'
-    ) % (
-        index,
-        _text(completion),
-        logprobs_json(completion, 0, completion.decoded),
-        _encode(completion.finish_reason),
-        ids_json(completion, 0, completion.decoded),
-        prompt_ids,
-    )
+    ) % (index, _text(completion), logprobs, _encode(completion.finish_reason), ids, prompt_ids)
 
 
 def _chat_choice(index: int, completion: Completion) -> bytes:
+    ids, logprobs = tokens_json(completion, 0, completion.decoded)
     return (
         b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null,"annotations":null,"audio":null,'
         b'"function_call":null,"reasoning":null},"logprobs":%b,"finish_reason":%b,"stop_reason":null,'
         b'"token_ids":%b,"routed_experts":null}'
-    ) % (
-        index,
-        _text(completion),
-        logprobs_json(completion, 0, completion.decoded),
-        _encode(completion.finish_reason),
-        ids_json(completion, 0, completion.decoded),
-    )
+    ) % (index, _text(completion), logprobs, _encode(completion.finish_reason), ids)
 
 
 def _generate_choice(index: int, completion: Completion) -> bytes:
+    ids, logprobs = tokens_json(completion, 0, completion.decoded)
     return (
         b'{"index":%d,"finish_reason":%b,"stop_reason":null,"token_ids":%b,"routed_experts":null,'
         b'"sampling_mask":null,"weight_versions":%b,"logprobs":%b}'
-    ) % (
-        index,
-        _encode(completion.finish_reason),
-        ids_json(completion, 0, completion.decoded),
-        versions_json(completion),
-        logprobs_json(completion, 0, completion.decoded),
-    )
+    ) % (index, _encode(completion.finish_reason), ids, versions_json(completion), logprobs)
 
 
-def _encode_usage(call: Call) -> bytes:
-    return _encode({**usage(call), "prompt_tokens_details": None, "completion_tokens_details": None})
+def _usage_json(call: Call) -> bytes:
+    prompt, completion = sum(map(len, call.ask.prompts)), call.record.tokens
+    return (
+        b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":null,'
+        b'"completion_tokens_details":null}'
+    ) % (prompt, prompt + completion, completion)

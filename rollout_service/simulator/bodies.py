@@ -8,7 +8,6 @@ modelled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -42,8 +41,7 @@ class Refusal(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request, in the same shape for all routes."""
 
     kind: Kind

@@ -25,8 +25,10 @@ SPECIALS = {256: "<pad>", BOS: "<bos>", EOS: "<eos>", USER: "<user>", ASSISTANT:
 LONGEST_TOKEN = max(map(len, SPECIALS.values()))
 """Characters of the longest token: a text with more than this many a token cannot fit, and is not even tokenized."""
 
-RING_TOKENS = 2**14
-"""Two places in it give 2**28 walks; its largest column is about 1.5 MB and builds in a few milliseconds."""
+STARTS = 2**14
+"""Places where a piece may start: two of them give 2**28 walks."""
+RING_TOKENS = STARTS + 2**12
+"""So much longer that a completion of up to 8,192 tokens never goes round. The largest column is about 1.5 MB."""
 
 _ALPHABET = "etaoin shrdlu cmfwyp vbgkjqxz ETAOINSHRDLU 0123456789 .,;:!?'\"\\/+-*=()[]{}<>\n éüß語🙂"
 """Mostly letters, with what JSON escapes and with characters of 2, 3 and 4 bytes, whose token strings are empty."""
@@ -59,22 +61,24 @@ def chat_prompt(messages: Iterable[tuple[str, str]], *, generation_prompt: bool 
 class Column:
     """One JSON fragment a token, each with its comma, end to end; `eos` is that of the end-of-sequence token."""
 
-    __slots__ = ("_data", "_size", "_starts", "eos")
+    __slots__ = ("data", "eos", "starts")
 
     def __init__(self, fragments: Iterable[bytes], eos: bytes) -> None:
         pieces = [fragment + b"," for fragment in fragments]
-        self._data = b"".join(pieces)
-        self._starts = array("Q", itertools.accumulate(map(len, pieces), initial=0))
-        self._size = len(pieces)
+        self.data = b"".join(pieces)
+        self.starts = array("Q", itertools.accumulate(map(len, pieces), initial=0))
+        """Where each token's fragment starts; one more than there are tokens."""
         self.eos = eos + b","
 
     def take(self, at: int, count: int) -> bytes:
         """The fragments of `count` tokens from place `at` on, round the ring as often as it takes."""
-        starts, end = self._starts, at + count
-        if end <= self._size:
-            return self._data[starts[at] : starts[end]]
-        rounds, rest = divmod(end - self._size, self._size)
-        return self._data[starts[at] :] + self._data * rounds + self._data[: starts[rest]]
+        starts, size = self.starts, len(self.starts) - 1
+        at %= size or 1
+        end = at + count
+        if end <= size:
+            return self.data[starts[at] : starts[end]]
+        rounds, rest = divmod(end - size, size)
+        return self.data[starts[at] :] + self.data * rounds + self.data[: starts[rest]]
 
 
 class TokenRing:
@@ -122,12 +126,14 @@ class TokenRing:
         rows = zip(self.tokens, self._logprobs, self._strings, strict=True)
         return Column(itertools.starmap(entry, rows), entry(EOS, _encode(_EOS_LOGPROB), _encode(SPECIALS[EOS])))
 
-    def raw(self, at: int, count: int) -> bytes:
-        return _round(self.tokens, at, count)
+    @cached_property
+    def completion_columns(self) -> tuple[Column, ...]:
+        """What a completion with logprobs needs: ids, logprobs, strings, tops."""
+        return self.ids, self.logprobs, self.strings, self.completion_tops
 
-    def string_lengths(self, at: int, count: int) -> bytes:
+    def string_lengths(self) -> bytes:
         """Characters of each token string, one byte each."""
-        return _round(self._lengths, at, count)
+        return self._lengths
 
 
 @lru_cache(maxsize=8)
@@ -150,59 +156,74 @@ def scripted_ring(text: str) -> TokenRing:
 class Content:
     """The tokens of one completion: `split` from place `first`, the rest from `second`, then <eos> if `ends`."""
 
-    __slots__ = ("_body", "_first", "_second", "_split", "ends", "length", "ring")
+    __slots__ = ("_body", "_first", "_second", "_split", "length", "ring")
 
-    def __init__(self, ring: TokenRing, *, first: int, second: int, split: int, length: int, ends: bool) -> None:
+    def __init__(self, ring: TokenRing, first: int, second: int, split: int, length: int, ends: bool) -> None:
         self.ring = ring
-        self._first, self._second, self._split = first, second, split
+        self._first = first
+        self._second = second
+        self._split = split
         self._body = length - ends
         self.length = length
-        self.ends = ends
+        """All tokens, <eos> included."""
 
     @classmethod
     def whole(cls, ring: TokenRing) -> Content:
         """All of a ring, then <eos>."""
         size = len(ring.tokens)
-        return cls(ring, first=0, second=0, split=size, length=size + 1, ends=True)
+        return cls(ring, 0, 0, size, size + 1, True)
 
-    def column(self, column: Column, start: int, stop: int) -> bytes:
-        """The column's fragments for tokens start..stop, comma-separated: the inside of a JSON array."""
-        joined = self._walk(column.take, start, stop)
-        if stop > self._body:
-            joined += column.eos
-        return joined[:-1]
+    def fragments(self, columns: Iterable[Column], start: int, stop: int) -> list[bytes]:
+        """Of each column the fragments of tokens start..stop, comma-separated: the insides of JSON arrays."""
+        a, b, c, d = self._places(start, stop)
+        ends = stop > self._body
+        if b > (size := len(self.ring.tokens)) or d > size:
+            whole = [column.take(a, b - a) + column.take(c, d - c) for column in columns]
+            return [(data + column.eos if ends else data)[:-1] for data, column in zip(whole, columns, strict=True)]
+        if ends:
+            return [
+                ((data := column.data)[(at := column.starts)[a] : at[b]] + data[at[c] : at[d]] + column.eos)[:-1]
+                for column in columns
+            ]
+        return [
+            ((data := column.data)[(at := column.starts)[a] : at[b]] + data[at[c] : at[d]])[:-1] for column in columns
+        ]
 
     def raw(self, start: int, stop: int) -> bytes:
         """The bytes of tokens start..stop; <eos> has none."""
-        return self._walk(self.ring.raw, start, stop)
+        return self._cut(self.ring.tokens, start, stop)
 
     def text_offsets(self, start: int, stop: int, base: int = 0) -> list[int]:
         """Where each token's string starts in the text of all token strings, from `base` on."""
-        lengths = self._walk(self.ring.string_lengths, start, min(stop, self._body))
-        offsets = list(itertools.accumulate(lengths, initial=base))
+        offsets = list(itertools.accumulate(self._cut(self.ring.string_lengths(), start, stop), initial=base))
+        # One more than the tokens of the walk: the start of <eos>, if that is asked for.
         return offsets[: stop - start]
 
-    def _walk(self, take: Callable[[int, int], bytes], start: int, stop: int) -> bytes:
-        stop = min(stop, self._body)
+    def _places(self, start: int, stop: int) -> tuple[int, int, int, int]:
+        """The two runs of places that tokens start..stop walk over, <eos> left out; either may be empty."""
         split = self._split
-        if start >= stop:
-            return b""
+        if stop > self._body:
+            stop = self._body
         if stop <= split:
-            return take(self._first + start, stop - start)
+            first = self._first
+            return first + start, first + (stop if stop > start else start), 0, 0
+        second = self._second - split
         if start >= split:
-            return take(self._place(start), stop - start)
-        return take(self._first + start, split - start) + take(self._second, stop - split)
+            return 0, 0, second + start, second + (stop if stop > start else start)
+        return self._first + start, self._first + split, self._second, second + stop
 
-    def _place(self, index: int) -> int:
-        return (self._second + index - self._split) % len(self.ring.tokens)
+    def _cut(self, data: bytes, start: int, stop: int) -> bytes:
+        a, b, c, d = self._places(start, stop)
+        size = len(data)
+        if b <= size and d <= size:
+            return data[a:b] + data[c:d]
+        return _round(data, a, b - a) + _round(data, c, d - c)
 
 
 def _round(data: bytes, at: int, count: int) -> bytes:
-    end = at + count
-    if end <= len(data):
-        return data[at:end]
-    rounds, rest = divmod(end - len(data), len(data))
-    return data[at:] + data * rounds + data[:rest]
+    at %= len(data) or 1
+    rounds, rest = divmod(max(0, at + count - len(data)), len(data) or 1)
+    return data[at : at + count] + data * rounds + data[:rest]
 
 
 def _token_strings(tokens: bytes) -> list[str]:

@@ -103,7 +103,7 @@ class Control:
             "num_preemptions_total": 0,
             "prompt_tokens_total": engine.prompt_tokens,
             "generation_tokens_total": engine.generated_tokens(),
-            "prefix_cache_queries_total": engine.cache_queries,
+            "prefix_cache_queries_total": engine.prompt_tokens,
             "prefix_cache_hits_total": engine.cache_hits,
         }
         lines = []

@@ -1,7 +1,8 @@
 """What each completion will be, before it is decoded: its tokens, its length and the work it takes. Pure.
 
 Always holds: the same settings and the same key give the same `Plan`; different keys give different tokens (two
-walks coincide once in 2**28). Keys are made of what names a completion (`completion_key`), never of time or order.
+walks coincide once in 2**28). Keys are made of what names a completion (request id,
+prompt and index), never of time or order.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
-from .content import RING_TOKENS, Content, seeded_ring
+from .content import STARTS, Content, seeded_ring
 from .settings import Lengths, SimulatorSettings
 
 _NORMAL = NormalDist()
 _DRAWS = struct.Struct("<IIQQ")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """One completion as it will be if nobody stops it."""
 
     content: Content
@@ -28,11 +28,6 @@ class Plan:
     """`stop` (the last token is <eos>) or `length` (cut at the limit)."""
     work: float
     """Tokens to decode, or seconds where the latency is fixed."""
-
-
-def completion_key(seed: int, *, request_id: str, row: int, index: int) -> str:
-    """Key of completion `index` of prompt `row` of a request that carries no seed of its own."""
-    return f"{seed}:{request_id}:{row}:{index}"
 
 
 def seeded_key(seed: int, *, request_seed: int, prompt_ids: list[int], index: int) -> str:
@@ -50,22 +45,15 @@ class Decoder:
         sigma = settings.sigma
         self._log_mean = math.log(settings.mean_tokens) - sigma * sigma / 2
 
-    def plan(self, key: str, *, limit: int, min_tokens: int = 0, ignore_eos: bool = False) -> Plan:
+    def plan(self, key: str, limit: int, min_tokens: int = 0, ignore_eos: bool = False) -> Plan:
         """The completion of `key`, of at most `limit` (>= 1) tokens."""
         draws = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=_DRAWS.size).digest()
         first, second, length_draw, latency_draw = _DRAWS.unpack(draws)
         wanted = limit + 1 if ignore_eos else max(1, min_tokens, self._wanted((length_draw + 0.5) / 2**64))
         length = min(wanted, limit)
-        content = Content(
-            self._ring,
-            first=first % RING_TOKENS,
-            second=second % RING_TOKENS,
-            split=length // 2,
-            length=length,
-            ends=wanted <= limit,
-        )
-        reason = "stop" if wanted <= limit else "length"
-        return Plan(content=content, finish_reason=reason, work=self.work(length, latency_draw / 2**64))
+        ends = wanted <= limit
+        content = Content(self._ring, first % STARTS, second % STARTS, length // 2, length, ends)
+        return Plan(content, "stop" if ends else "length", self.work(length, latency_draw / 2**64))
 
     def work(self, tokens: int, draw: float = 0.5) -> float:
         """Work of `tokens`; `draw` in [0, 1) places the latency within its jitter."""

@@ -31,43 +31,31 @@ class Outcome(StrEnum):
     """The engine cut the connection: a scripted fault, or its own death."""
 
 
-class Record:
+class Record(msgspec.Struct):
     """One request. Times are the event loop's seconds."""
 
-    __slots__ = (
-        "abandoned",
-        "abort_ids",
-        "arrived",
-        "body",
-        "ended",
-        "fault",
-        "finish_reasons",
-        "outcome",
-        "path",
-        "prompt",
-        "request_id",
-        "seq",
-        "status",
-        "tokens",
-        "tokens_after_abort",
-    )
-
-    def __init__(self, *, seq: int, path: str, body: bytes, arrived: float) -> None:
-        self.seq = seq
-        self.path = path
-        self.body = body if len(body) <= KEPT_BODY_BYTES else None
-        self.arrived = arrived
-        self.request_id = ""
-        self.abort_ids: list[str] = []
-        self.prompt: list[list[int]] | None = None
-        self.fault = False
-        self.outcome = Outcome.RUNNING
-        self.status: int | None = None
-        self.ended: float | None = None
-        self.abandoned: float | None = None
-        self.finish_reasons: list[str] = []
-        self.tokens = 0
-        self.tokens_after_abort = 0
+    seq: int
+    path: str
+    body: bytes | None
+    """None: longer than `KEPT_BODY_BYTES`."""
+    arrived: float
+    request_id: str = ""
+    """Empty: refused before it had one."""
+    abort_ids: list[str] = []
+    prompts: list[list[int]] = []
+    """Token ids of each."""
+    fault: bool = False
+    """A scripted fault picked it."""
+    outcome: Outcome = Outcome.RUNNING
+    status: int | None = None
+    ended: float | None = None
+    abandoned: float | None = None
+    """When the caller aborted it or hung up, obeyed or not."""
+    finish_reasons: list[str] = []
+    tokens: int = 0
+    """Decoded for it, in the end."""
+    tokens_after_abort: int = 0
+    """Of these, decoded after `abandoned`."""
 
 
 class Journal:
@@ -95,13 +83,13 @@ class Journal:
     def open(self, path: str, body: bytes, now: float) -> Record:
         self._seq += 1
         self.requests += 1
-        record = Record(seq=self._seq, path=path, body=body, arrived=now)
+        record = Record(self._seq, path, body if len(body) <= KEPT_BODY_BYTES else None, now)
         self._records.append(record)
         return record
 
     def close(self, record: Record, outcome: Outcome, now: float, *, status: int | None = None) -> None:
         """Ends a record; a second end of the same changes nothing."""
-        if record.outcome is not Outcome.RUNNING:
+        if record.ended is not None:
             return
         record.outcome = outcome
         record.status = status
@@ -109,7 +97,7 @@ class Journal:
         self.outcomes[outcome] += 1
         self.tokens += record.tokens
         self.tokens_after_abort += record.tokens_after_abort
-        if outcome is Outcome.ANSWERED and status == 200:
+        if status == 200 and outcome is Outcome.ANSWERED:
             self.completions += len(record.finish_reasons)
 
     def records(self) -> list[Record]:

@@ -38,16 +38,20 @@ class Stage(StrEnum):
     """Finished or removed."""
 
 
+_NEW, _WAITING, _RUNNING, _ENDED = Stage.NEW, Stage.WAITING, Stage.RUNNING, Stage.ENDED
+# Bound once: looking a member up on its class is the dearest step of the paths below.
+
+
 class Sequence:
     """One completion to decode. `tokens` are decoded evenly over `work` units; `work` may be infinite (never done)."""
 
     __slots__ = ("decoded", "prompt_tokens", "stage", "started", "target", "tokens", "work")
 
-    def __init__(self, *, tokens: int, work: float, prompt_tokens: int = 0) -> None:
+    def __init__(self, tokens: int, work: float, prompt_tokens: int = 0) -> None:
         self.tokens = tokens
         self.work = work
         self.prompt_tokens = prompt_tokens
-        self.stage = Stage.NEW
+        self.stage = _NEW
         self.started = 0.0
         self.target = math.inf
         self.decoded = 0
@@ -96,26 +100,30 @@ class BatchModel(Generic[SequenceT]):
         """All that run or wait."""
         return [*self._running, *self._waiting]
 
-    def add(self, now: float, sequence: SequenceT) -> None:
-        """A new sequence: into the batch, or behind those that wait."""
-        if sequence.stage is not Stage.NEW:
+    def add(self, now: float, sequence: SequenceT) -> bool:
+        """A new sequence: into the batch, or behind those that wait. True: it is now the next to be done."""
+        if sequence.stage is not _NEW:
             raise ValueError(f"a sequence is added once, this one is {sequence.stage}")
         self._advance(now)
-        sequence.stage = Stage.WAITING
-        self._waiting[sequence] = None
-        self._fill()
+        if self._closed or len(self._running) >= self._limit:
+            # By the invariant somebody waits only then, so nobody is overtaken below.
+            sequence.stage = _WAITING
+            self._waiting[sequence] = None
+            return False
+        self._enter(sequence)
+        return self._heap[0][2] is sequence
 
     def remove(self, now: float, sequence: SequenceT) -> bool:
         """Takes a sequence out before it is done; `decoded` says how far it got. False: it had ended."""
-        if sequence.stage in (Stage.ENDED, Stage.NEW):
+        if sequence.stage in (_ENDED, _NEW):
             return False
         self._advance(now)
         sequence.decoded = self._progress(sequence)
-        if sequence.stage is Stage.WAITING:
+        if sequence.stage is _WAITING:
             del self._waiting[sequence]
         else:
             self._running.remove(sequence)
-        sequence.stage = Stage.ENDED
+        sequence.stage = _ENDED
         self._fill()
         self._compact()
         return True
@@ -126,20 +134,21 @@ class BatchModel(Generic[SequenceT]):
         done: list[SequenceT] = []
         while (rate := self._rate_now()) and self._heap:
             target, _, sequence = self._heap[0]
-            if sequence.stage is Stage.RUNNING and target > self._clock + GRANULARITY_S * rate:
+            if sequence.stage is _RUNNING and target > self._clock + GRANULARITY_S * rate:
                 break
             heapq.heappop(self._heap)
-            if sequence.stage is Stage.RUNNING:
+            if sequence.stage is _RUNNING:
                 self._running.remove(sequence)
-                sequence.stage = Stage.ENDED
+                sequence.stage = _ENDED
                 sequence.decoded = sequence.tokens
                 done.append(sequence)
-                self._fill()
+                if self._waiting:
+                    self._fill()
         return done
 
     def next_due(self) -> float | None:
         """When the next sequence will be done if nothing changes; None: never."""
-        while self._heap and self._heap[0][2].stage is not Stage.RUNNING:
+        while self._heap and self._heap[0][2].stage is not _RUNNING:
             heapq.heappop(self._heap)
         rate = self._rate_now()
         if not self._heap or not rate or math.isinf(self._heap[0][0]):
@@ -148,7 +157,7 @@ class BatchModel(Generic[SequenceT]):
 
     def decoded(self, now: float, sequence: SequenceT) -> int:
         """Tokens of `sequence` so far."""
-        if sequence.stage is not Stage.RUNNING:
+        if sequence.stage is not _RUNNING:
             return sequence.decoded
         self._advance(now)
         return self._progress(sequence)
@@ -173,7 +182,7 @@ class BatchModel(Generic[SequenceT]):
             self._at = now
 
     def _progress(self, sequence: SequenceT) -> int:
-        if sequence.stage is not Stage.RUNNING:
+        if sequence.stage is not _RUNNING:
             return sequence.decoded
         if sequence.work <= 0:
             return sequence.tokens
@@ -181,16 +190,18 @@ class BatchModel(Generic[SequenceT]):
 
     def _fill(self) -> None:
         while self._waiting and not self._closed and len(self._running) < self._limit:
-            sequence, _ = self._waiting.popitem(last=False)
-            sequence.stage = Stage.RUNNING
-            sequence.started = self._clock
-            sequence.target = self._clock + sequence.work
-            self._running.add(sequence)
-            self._pushes += 1
-            heapq.heappush(self._heap, (sequence.target, self._pushes, sequence))
+            self._enter(self._waiting.popitem(last=False)[0])
+
+    def _enter(self, sequence: SequenceT) -> None:
+        sequence.stage = _RUNNING
+        sequence.started = self._clock
+        sequence.target = target = self._clock + sequence.work
+        self._running.add(sequence)
+        self._pushes += 1
+        heapq.heappush(self._heap, (target, self._pushes, sequence))
 
     def _compact(self) -> None:
         """Removed sequences stay in the heap until their time; a mass abort must not keep their memory till then."""
         if len(self._heap) > _MIN_DEAD_ENTRIES + 2 * len(self._running):
-            self._heap = [entry for entry in self._heap if entry[2].stage is Stage.RUNNING]
+            self._heap = [entry for entry in self._heap if entry[2].stage is _RUNNING]
             heapq.heapify(self._heap)

@@ -111,7 +111,7 @@ def stats(host: Host) -> dict[str, Any]:
 
 def record_view(record: Record) -> dict[str, Any]:
     """A record as JSON, its prompt as text."""
-    prompt = "\n".join(decode_ids(ids, specials=True) for ids in record.prompt or ())
+    prompt = "\n".join(decode_ids(ids, specials=True) for ids in record.prompts)
     return view(record, prompt)
 
 

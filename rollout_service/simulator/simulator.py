@@ -59,8 +59,8 @@ class Simulator:
         """Listens; raises `OSError` where the address cannot be had. After an end: again, on the same port."""
         self.crashed = False
         self._gone.clear()
-        self._engine = Engine(self.settings, asyncio.get_running_loop())
-        self._generation = Generation(self.settings, self._engine, self.faults, self.journal, changed=self.changed)
+        self._generation = Generation(self.settings, self.faults, self.journal, changed=self.changed)
+        self._engine = self._generation.engine
         control = Control(self.settings, self._engine, self.journal, changed=self.changed)
         self._routes = {**control.routes(), **routes(self), ("GET", "/openapi.json"): self._openapi}
         for kind in Kind:

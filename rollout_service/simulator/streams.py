@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from .answers import FINGERPRINT, answer_id, ids_json, logprobs_json, usage, versions_json
+from .answers import FINGERPRINT, answer_id, tokens_json, usage, versions_json
 from .bodies import Kind
-from .engine import Call, Completion, Engine
+from .calls import Call, Completion
+from .engine import Engine
 from .faults import spoil
-from .wire import Exchange
 
 _encode = msgspec.json.encode
 
@@ -41,7 +41,6 @@ class Stream:
     def __init__(
         self,
         call: Call,
-        exchange: Exchange,
         engine: Engine,
         *,
         model: str,
@@ -50,7 +49,7 @@ class Stream:
         on_broken: Callable[[Call], None],
     ) -> None:
         self._call = call
-        self._exchange = exchange
+        self._exchange = call.exchange
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._interval_s = interval_s
@@ -119,8 +118,7 @@ class Stream:
             return
         choice.sent = decoded
         text = choice.decode(completion.content.raw(sent, decoded), ended)
-        logprobs = logprobs_json(completion, sent, decoded, base=choice.offset)
-        ids = ids_json(completion, sent, decoded)
+        ids, logprobs = tokens_json(completion, sent, decoded, base=choice.offset)
         reason = _encode(completion.finish_reason)
         if completion.call.ask.wants_logprobs and completion.call.ask.kind is Kind.COMPLETION:
             choice.offset += sum(map(len, _strings(completion, sent, decoded)))
@@ -172,5 +170,5 @@ class Stream:
 
 def _strings(completion: Completion, start: int, stop: int) -> list[str]:
     """Token strings of start..stop."""
-    column = completion.content.column(completion.content.ring.strings, start, stop)
+    column = completion.content.fragments((completion.content.ring.strings,), start, stop)[0]
     return msgspec.json.decode(b"[%b]" % column, type=list[str])

@@ -103,9 +103,9 @@ def check_header(path: Path, newest: int) -> None:
     if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):
         raise ConfigError(f"store {path} is not a SQLite database")
     version, application = int.from_bytes(header[60:64], "big"), int.from_bytes(header[68:72], "big")
-    log = path.with_name(path.name + "-wal")
+    log = log_path(path)
     if log.exists() and log.stat().st_size > 0:  # killed before its header reached the file: the log knows better
-        with _config_errors(path), closing(_connect(path, "ro")) as connection:
+        with config_errors(path), closing(_connect(path, "ro")) as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             (application,) = connection.execute("PRAGMA application_id").fetchone()
     elif path.stat().st_size < int.from_bytes(header[28:32], "big") * int.from_bytes(header[16:18], "big"):
@@ -119,7 +119,7 @@ def check_header(path: Path, newest: int) -> None:
 
 def open_writer(path: Path, *, busy_s: float) -> sqlite3.Connection:
     """The one writing connection, migrated. To be used in the calling thread only. Raises ConfigError."""
-    with _config_errors(path):
+    with config_errors(path):
         connection = _connect(path, "rwc", busy_s=busy_s)
         try:
             _prepare(connection, path)
@@ -138,6 +138,11 @@ def open_reader(path: Path, *, busy_s: float) -> sqlite3.Connection:
     connection.execute(f"PRAGMA cache_size = -{READER_CACHE_KIB}")
     connection.execute("PRAGMA temp_store = MEMORY")
     return connection
+
+
+def log_path(path: Path) -> Path:
+    """Where SQLite keeps the write-ahead log of the store `path`."""
+    return path.with_name(path.name + "-wal")
 
 
 def migrations() -> list[tuple[int, str]]:
@@ -220,17 +225,17 @@ def _check_version(path: Path, found: int, newest: int) -> None:
 
 
 def _is_empty(path: Path) -> bool:
-    with _config_errors(path), closing(_connect(path, "ro")) as connection:
+    with config_errors(path), closing(_connect(path, "ro")) as connection:
         return connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone() is None
 
 
 @contextmanager
-def _config_errors(path: Path) -> Iterator[None]:
-    """What SQLite says while a store is opened, as a refusal that names the file."""
+def config_errors(path: Path, doing: str = "opened") -> Iterator[None]:
+    """What SQLite says while a store is opened (or otherwise worked on), as a refusal that names the file."""
     try:
         yield
     except sqlite3.Error as exc:
         code = getattr(exc, "sqlite_errorcode", 0) & 0xFF
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise ConfigError(f"store {path} is corrupt: {exc}") from exc
-        raise ConfigError(f"store {path} cannot be opened: {exc}") from exc
+        raise ConfigError(f"store {path} cannot be {doing}: {exc}") from exc

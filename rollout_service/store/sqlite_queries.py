@@ -157,3 +157,25 @@ FROM leases WHERE state = 'live' ORDER BY created_at, lease_id
 """
 
 READ_LEASE_GROUPS: Final = "SELECT seq, attempt FROM lease_groups WHERE lease_id = ? ORDER BY position"
+
+# --- for people
+
+READ_SUBMITTED: Final = "SELECT last_seq FROM run WHERE id = 1"
+
+COUNT_GROUPS: Final = "SELECT state, count(*) FROM groups GROUP BY state"
+
+COUNT_ROWS: Final = """
+SELECT 'groups', count(*) FROM groups UNION ALL
+SELECT 'prompts', count(*) FROM prompts UNION ALL
+SELECT 'rollouts', count(*) FROM rollouts UNION ALL
+SELECT 'payloads', count(*) FROM payloads UNION ALL
+SELECT 'scores', count(*) FROM scores UNION ALL
+SELECT 'leases', count(*) FROM leases UNION ALL
+SELECT 'lease_groups', count(*) FROM lease_groups
+"""
+
+SUM_PAYLOADS: Final = """
+SELECT (SELECT coalesce(sum(length(payload)), 0) FROM payloads)
+    + (SELECT coalesce(sum(length(payload)), 0) FROM prompts)
+    + (SELECT coalesce(sum(length(payload)), 0) FROM scores)
+"""

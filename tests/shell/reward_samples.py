@@ -65,7 +65,7 @@ def _touch(columns: dict[str, Any]) -> None:
 
 def said(completions, **columns):
     """Each completion is its own reward."""
-    return [{"None": None}.get(text, 0.0) if text == "None" else float(text) for text in completions]
+    return [None if text == "None" else float(text) for text in completions]
 
 
 def pid(completions, **columns):

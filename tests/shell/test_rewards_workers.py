@@ -74,12 +74,12 @@ async def test_ten_busy_loops_are_killed_and_twenty_groups_after_them_are_scored
 
 
 async def test_a_worker_held_by_c_code_and_a_child_of_user_code_are_killed_too(start: Start, tmp_path: Path) -> None:
-    scorer = await start(timeout_s=0.5, processes=2)
+    scorer = await start(timeout_s=2.0, processes=2)
     touch, child = tmp_path / "touch", tmp_path / "child"
     regex, running = await asyncio.gather(
         scorer.score(job("a", mode="regex", touch=str(touch))), scorer.score(job("a", mode="child", child=str(child)))
     )
-    assert [*regex.errors.values(), *running.errors.values()] == ["timed out after 0.5 s"] * 2
+    assert [*regex.errors.values(), *running.errors.values()] == ["timed out after 2 s"] * 2
     for path in (touch, child):
         pid = told_pid(path)
         assert pid is not None
@@ -95,7 +95,7 @@ async def test_a_warm_spare_takes_over_without_waiting_for_imports(start: Start,
         "    while mode[0] == 'busy': pass\n"
         "    return [1.0] * len(completions)\n"
     )
-    specs = [RewardSpec(name="slow", function="slow_import:f", timeout_s=0.3)]
+    specs = [RewardSpec(name="slow", function="slow_import:f", timeout_s=1.0)]
     scorer = RewardScorer(specs, processes=1, path=[str(tmp_path)])
     await scorer.start()
     try:

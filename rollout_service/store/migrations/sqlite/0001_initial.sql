@@ -106,9 +106,10 @@ CREATE TABLE prompts (
     payload BLOB    NOT NULL
 ) STRICT;
 
--- Settled rollouts without their content: narrow rows by key, so that a start reads these and no payload.
+-- Settled rollouts without their content: narrow rows by key, so that a start reads these and no payload. No foreign
+-- key: the fence below asks for more, and groups are never removed.
 CREATE TABLE rollouts (
-    seq           INTEGER NOT NULL REFERENCES groups (seq),
+    seq           INTEGER NOT NULL,
     attempt       INTEGER NOT NULL CHECK (attempt >= 1),
     idx           INTEGER NOT NULL CHECK (idx >= 0),
     ok            INTEGER NOT NULL CHECK (ok IN (0, 1)),
@@ -142,7 +143,7 @@ BEGIN
 END;
 
 CREATE TABLE scores (
-    seq     INTEGER NOT NULL REFERENCES groups (seq),
+    seq     INTEGER NOT NULL,
     attempt INTEGER NOT NULL CHECK (attempt >= 1),
     payload BLOB    NOT NULL,
     PRIMARY KEY (seq, attempt)

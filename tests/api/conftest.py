@@ -1,0 +1,122 @@
+"""The API on a real socket, over a real orchestrator in memory: only engines and rewards are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from rollout_service.api import Context, build_api
+from rollout_service.app import rules
+from rollout_service.metrics import Metrics
+from rollout_service.orchestrator import Orchestrator
+from rollout_service.settings import EngineSettings, RewardSettings, Settings
+from rollout_service.store import MemoryStore
+from tests.fakes import Clock, Engines, Runner, Scorer
+
+
+class Fleet(Engines):
+    """One engine that is always there."""
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [{"id": "e0", "url": "http://engine", "healthy": self.capacity > 0, "in_flight": 0, "max_inflight": 64}]
+
+
+def settings_with(**tables: Any) -> Settings:
+    return Settings(
+        engines=[EngineSettings()],
+        rewards=[RewardSettings(name="accuracy", function="rewards:accuracy")],
+        **({"groups": {"num_generations": 4}} | tables),
+    )
+
+
+@dataclass
+class Service:
+    """A service whose rollouts a test makes."""
+
+    settings: Settings = field(default_factory=settings_with)
+    runner: Runner = field(default_factory=Runner)
+    scorer: Scorer = field(default_factory=Scorer)
+    fleet: Fleet = field(default_factory=Fleet)
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.store = MemoryStore(self.settings.groups.max_staleness)
+        self.metrics = Metrics(rewards=["accuracy"])
+        self.door = Orchestrator(
+            rules(self.settings),
+            store=self.store,
+            runner=self.runner,
+            scorer=self.scorer,
+            engines=self.fleet,
+            observer=self.metrics,
+            clock=self.clock,
+        )
+        self.metrics.watch(self.door.status, self.fleet)
+        context = Context(
+            settings=self.settings, orchestrator=self.door, fleet=self.fleet, metrics=self.metrics
+        )
+        self.app = build_api(context)
+        self.port = 0
+        self.http: httpx.AsyncClient
+        self.server: uvicorn.Server
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Service]:
+        await self.door.start()
+        sock = socket.socket()
+        sock.bind(("127.0.0.1", 0))
+        self.port = sock.getsockname()[1]
+        self.server = server = _Server(
+            uvicorn.Config(
+                self.app, http="httptools", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started:
+            await asyncio.sleep(0.001)
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=10) as self.http:
+                yield self
+        finally:
+            await self.door.stop()
+            server.should_exit = True
+            await serving
+
+    def connections(self) -> int:
+        """Open ones, as the server sees them."""
+        return len(self.server.server_state.connections)
+
+    async def post(self, path: str, body: Any = None) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+    async def submit(self, *keys: str) -> list[str]:
+        rows = [{"prompt_id": key, "prompt": f"p:{key};"} for key in keys]
+        answer = await self.post("/prompts", {"prompts": rows})
+        assert answer.status_code == 202, answer.text
+        return [group["group_id"] for group in answer.json()["groups"]]
+
+    async def counter(self, line: str) -> float:
+        page = (await self.http.get("/metrics")).text
+        (value,) = [found.rpartition(" ")[2] for found in page.splitlines() if found.rpartition(" ")[0] == line]
+        return float(value)
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The test runner keeps its own."""
+        yield
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    async with Service().running() as running:
+        yield running
