@@ -225,36 +225,37 @@ class Core:
         Where the lease was lost (it ran out, a reset came) the groups that are still ours are acked one by one, and
         the others are named in a warning: they will be delivered again, or were generated again.
         """
-        left = self.held.get(lease.lease_id or "")
-        if not left:
-            return
+        lease_id = lease.lease_id or ""
+        left = self.held.get(lease_id, frozenset())
+        # Named one by one even where it is all of them: what was released meanwhile must not be acked.
         ids = [group.group_id for group in lease.groups if group.group_id in left]
         try:
-            yield from self.ack(lease, None if len(ids) == len(lease.groups) else ids)
+            yield from self.ack(lease, ids)
             return
         except Conflict as error:
             reason = error
         lost = []
-        for group_id in ids if len(ids) > 1 else []:
+        for group_id in ids:
             try:
                 yield from self.ack(lease, [group_id])
             except Conflict as error:
                 lost.append(group_id)
                 reason = error
-        lost = lost if len(ids) > 1 else ids
-        self.held.pop(lease.lease_id or "", None)
+        self.held.pop(lease_id, None)
         if lost:
-            logger.warning("lease %s was lost before its ack; trained, but not ours: %s (%s)",
-                           lease.lease_id, ", ".join(lost), reason)  # fmt: skip
+            names = ", ".join(lost)
+            logger.warning("lease %s was lost before its ack; trained, but not ours: %s (%s)", lease_id, names, reason)
 
     def give_back(self, lease_id: str) -> Flow[None]:
         """Release what is left of a held lease. Never raises a `ClientError`: one may be on its way already."""
         if not (left := self.held.get(lease_id)):
             return
-        brief = Core(timeout_s=GIVE_BACK_FOR_S, retry_for_s=min(self.retry_for_s, GIVE_BACK_FOR_S),
-                     consumer=None, clock=self.clock)  # fmt: skip
+        patience = min(self.retry_for_s, GIVE_BACK_FOR_S)
+        brief = Core(timeout_s=GIVE_BACK_FOR_S, retry_for_s=patience, consumer=None, clock=self.clock)
         try:
             yield from brief.release(lease_id, sorted(left))
+        except (Conflict, NotFound) as error:
+            logger.info("lease %s was no longer ours to give back: %s", lease_id, error)
         except ClientError as error:
             logger.warning("lease %s could not be given back and will run out by itself: %s", lease_id, error)
         finally:

@@ -155,8 +155,9 @@ class AsyncPrefetch:
         lease = waiting.lease
         lease_id = lease.lease_id or ""
         if waiting.resets != self._core.resets or lease_id in self._lost:
-            self._core.held.pop(lease_id, None)  # no longer ours: there is nothing to give back
+            # Void, as far as is known here. Given back all the same: it may have been made just after the reset.
             self._stop_keeping(lease_id)
+            await self._client._run(self._core.give_back(lease_id))
             return None
         posted = self._core.posted_version
         # Somebody else posts the versions (another rank does): only the service knows the current one.

@@ -51,7 +51,7 @@ class AbortBatch:
         self._closed = False
 
     def add(self, abort_id: str, sent_at: float) -> None:
-        """Have `abort_id` aborted; `sent_at`: when its request was sent, by the clock. After `close` it does nothing."""
+        """Have `abort_id` aborted; `sent_at`: when its request was sent, by the clock. No effect after `close`."""
         if self._closed:
             return
         self._waiting.append(abort_id)

@@ -26,6 +26,7 @@ from rollout_service.engines.retry import Answer, Deadline, Gate, Generation, Re
 from rollout_service.engines.settings import EngineEvents, FleetSettings, NoEvents
 from rollout_service.engines.texts import PromptTexts
 from rollout_service.engines.vllm import EngineClients, EngineSpec, VllmEngine
+from rollout_service.errors import ConfigError
 
 TEXT_TRIES = 3
 """Requests for the text of one prompt; rewards do without it afterwards."""
@@ -77,11 +78,13 @@ class Fleet:
 
     async def start(self) -> None:
         """Contact every engine, then watch them. Raises ConfigError when one that answers is wrong for this run."""
-        self._clients = EngineClients()
+        clients = self._clients = EngineClients()
         self._dark_since = self._clock()
-        for number, spec in enumerate(self._specs):
-            engine = VllmEngine(spec, id=f"e{number}", clients=self._clients, events=self._events, clock=self._clock)
-            self._members.append(Member(engine, spec, self._settings, changed=self._changed))
+        try:
+            self._members = [self._member(number, spec, clients) for number, spec in enumerate(self._specs)]
+        except ConfigError:
+            await self.stop()
+            raise
         contacts = await asyncio.gather(*(member.contact() for member in self._members), return_exceptions=True)
         for failure in contacts:
             if isinstance(failure, BaseException):
@@ -89,6 +92,14 @@ class Fleet:
                 raise failure
         loop = asyncio.get_running_loop()
         self._watches = [loop.create_task(member.watch(), name="engine-watch") for member in self._members]
+
+    def _member(self, number: int, spec: EngineSpec, clients: EngineClients) -> Member:
+        try:
+            engine = VllmEngine(spec, id=f"e{number}", clients=clients, events=self._events, clock=self._clock)
+        except ValueError:
+            # Without the URL: what cannot be parsed cannot be freed of credentials either.
+            raise ConfigError(f"engines[{number}].url is no URL") from None
+        return Member(engine, spec, self._settings, changed=self._changed)
 
     async def stop(self) -> None:
         """Abort what is out, and close every connection. Bounded in time."""

@@ -137,7 +137,7 @@ def _rollouts(batch: Batch, before: Committed, after: _Overlay) -> Iterator[str]
             continue
         group = after.get(seq)
         if group is None or group.attempt != attempt or index not in group.rows:
-            yield "a rollout of another attempt than the current one"
+            yield "a rollout that is not of a row of the current attempt"
         if (attempt, index) in before.rollouts.get(seq, {}):
             yield "a settled rollout is never rewritten"
 

@@ -1,4 +1,7 @@
-"""The API on a real socket, over a real orchestrator in memory: only engines and rewards are stand-ins."""
+"""The API over a real orchestrator in memory: only engines and rewards are stand-ins.
+
+`service` is called in process; `live` and `Service.running()` listen on a real socket.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,16 @@ class Service:
         self.server: uvicorn.Server
 
     @asynccontextmanager
+    async def in_process(self) -> AsyncIterator[Service]:
+        await self.door.start()
+        try:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://service", timeout=10) as self.http:
+                yield self
+        finally:
+            await self.door.stop()
+
+    @asynccontextmanager
     async def running(self) -> AsyncIterator[Service]:
         await self.door.start()
         sock = socket.socket()
@@ -89,6 +102,10 @@ class Service:
             await self.door.stop()
             server.should_exit = True
             await serving
+
+    def settled(self) -> int:
+        """Rollouts whose end is committed."""
+        return int(self.metrics.registry.get_sample_value("rollout_duration_seconds_count") or 0)
 
     def connections(self) -> int:
         """Open ones, as the server sees them."""
@@ -118,5 +135,11 @@ class _Server(uvicorn.Server):
 
 @pytest.fixture
 async def service() -> AsyncIterator[Service]:
-    async with Service().running() as running:
-        yield running
+    async with Service().in_process() as service:
+        yield service
+
+
+@pytest.fixture
+async def live() -> AsyncIterator[Service]:
+    async with Service().running() as live:
+        yield live

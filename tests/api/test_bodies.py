@@ -129,7 +129,7 @@ async def test_an_empty_body_is_enough_where_every_field_is_optional(service: Se
         is_problem(await service.http.post(f"/leases/none/{verb}"), 404, "not-found")
 
 
-async def test_a_body_over_the_limit_is_a_413_whether_its_length_is_announced_or_not(service: Service, monkeypatch):
+async def test_a_body_over_the_limit_is_a_413_whether_its_length_is_announced_or_not(live: Service, monkeypatch):
     monkeypatch.setattr(body, "MAX_BODY_BYTES", 1000)
     large = b'{"version": 7' + b" " * 1000 + b"}"
 
@@ -137,9 +137,9 @@ async def test_a_body_over_the_limit_is_a_413_whether_its_length_is_announced_or
         yield large[:600]
         yield large[600:]
 
-    is_problem(await service.http.post("/policy_version", content=large), 413, "body-too-large")
-    is_problem(await service.http.post("/policy_version", content=parts()), 413, "body-too-large")
-    assert service.door.version == 0
+    is_problem(await live.http.post("/policy_version", content=large), 413, "body-too-large")
+    is_problem(await live.http.post("/policy_version", content=parts()), 413, "body-too-large")
+    assert live.door.version == 0
 
 
 async def test_a_large_body_is_read_whole(service: Service):
@@ -149,8 +149,8 @@ async def test_a_large_body_is_read_whole(service: Service):
     assert [group["prompt_id"] for group in answer.json()["groups"]] == [row["prompt_id"] for row in rows]
 
 
-async def test_a_caller_that_hangs_up_within_its_body_does_no_harm(service: Service):
-    with socket.create_connection(("127.0.0.1", service.port)) as caller:
+async def test_a_caller_that_hangs_up_within_its_body_does_no_harm(live: Service):
+    with socket.create_connection(("127.0.0.1", live.port)) as caller:
         caller.sendall(b'POST /policy_version HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"version"')
-    assert (await service.http.get("/livez")).status_code == 200
-    assert service.door.version == 0
+    assert (await live.http.get("/livez")).status_code == 200
+    assert live.door.version == 0

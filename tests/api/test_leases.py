@@ -39,12 +39,12 @@ def waiting(service: Service) -> int:
     return service.door.status().waiting_lease_calls
 
 
-async def test_a_waiting_call_wakes_up_when_a_group_is_ready(service: Service):
-    (group_id,) = await service.submit("a")
-    call = asyncio.create_task(service.post("/leases", {"max_groups": 8, "wait_s": 60}))
-    await until(lambda: waiting(service) == 1)
-    await until(lambda: len(service.runner.held) == 4)
-    service.runner.release()
+async def test_a_waiting_call_wakes_up_when_a_group_is_ready(live: Service):
+    (group_id,) = await live.submit("a")
+    call = asyncio.create_task(live.post("/leases", {"max_groups": 8, "wait_s": 60}))
+    await until(lambda: waiting(live) == 1)
+    await until(lambda: len(live.runner.held) == 4)
+    live.runner.release()
     lease = (await call).json()
     assert [group["group_id"] for group in lease["groups"]] == [group_id]
     assert lease["status"] == "ok"
@@ -59,22 +59,22 @@ async def test_nothing_in_time_is_empty_and_nothing_more_to_come_is_exhausted(se
     assert strict(answer.content) == {"status": "exhausted"} | expected
 
 
-async def test_a_caller_that_hangs_up_while_it_waits_costs_no_group(service: Service):
-    await hang_up(service, {"max_groups": 8, "wait_s": 60}, lambda: waiting(service) == 1)
-    await until(lambda: waiting(service) == 0, "its place in the line is free")
-    (group_id,) = await service.submit("a")
-    await until(lambda: len(service.runner.held) == 4)
-    service.runner.release()
-    lease = (await service.post("/leases", {"max_groups": 8, "wait_s": 10})).json()
+async def test_a_caller_that_hangs_up_while_it_waits_costs_no_group(live: Service):
+    await hang_up(live, {"max_groups": 8, "wait_s": 60}, lambda: waiting(live) == 1)
+    await until(lambda: waiting(live) == 0, "its place in the line is free")
+    (group_id,) = await live.submit("a")
+    await until(lambda: len(live.runner.held) == 4)
+    live.runner.release()
+    lease = (await live.post("/leases", {"max_groups": 8, "wait_s": 10})).json()
     assert [group["group_id"] for group in lease["groups"]] == [group_id]
 
 
 @pytest.mark.parametrize("request_id", [None, "step-1"])
-async def test_a_caller_that_hangs_up_before_the_answer_is_out_loses_nothing(service: Service, request_id, monkeypatch):
+async def test_a_caller_that_hangs_up_before_the_answer_is_out_loses_nothing(live: Service, request_id, monkeypatch):
     """Without a request id the groups are free at once; with one they wait for it."""
-    service.runner.answer = lambda job: finished(job.index)
+    live.runner.answer = lambda job: finished(job.index)
     entered, gone = asyncio.Event(), asyncio.Event()
-    lease_of = service.door.lease
+    lease_of = live.door.lease
 
     async def slow(*args: Any) -> Any:
         answer = await lease_of(*args)
@@ -82,16 +82,16 @@ async def test_a_caller_that_hangs_up_before_the_answer_is_out_loses_nothing(ser
         await gone.wait()
         return answer
 
-    monkeypatch.setattr(service.door, "lease", slow)
-    await service.submit("a")
+    monkeypatch.setattr(live.door, "lease", slow)
+    await live.submit("a")
     body = {"max_groups": 8, "wait_s": 10} | ({"request_id": request_id} if request_id else {})
-    await hang_up(service, body, entered.is_set)
-    await until(lambda: service.connections() == 1, "the server sees the end of the connection")
+    await hang_up(live, body, entered.is_set)
+    await until(lambda: live.connections() == 1, "the server sees the end of the connection")
     gone.set()
-    monkeypatch.setattr(service.door, "lease", lease_of)
+    monkeypatch.setattr(live.door, "lease", lease_of)
     if request_id is None:
-        await until(lambda: service.door.status().leases == 0, "the lease is over")
-    again = await service.post("/leases", body)
+        await until(lambda: live.door.status().leases == 0, "the lease is over")
+    again = await live.post("/leases", body)
     lease = strict(again.content)
     assert [group["prompt_id"] for group in lease["groups"]] == ["a"]
 
@@ -188,7 +188,7 @@ async def test_a_rollout_whose_history_was_rewritten_gives_several_samples_that_
     assert {sample["reward"] for sample in samples} == {3.0}
 
 
-async def test_a_long_sample_crosses_pieces_and_chunks_unharmed(service: Service):
+async def test_a_long_sample_crosses_pieces_and_chunks_unharmed(live: Service):
     tokens = array("i", range(100_000))
     turn = Turn(
         prompt_ids=array("i", (1,)),
@@ -198,9 +198,9 @@ async def test_a_long_sample_crosses_pieces_and_chunks_unharmed(service: Service
         text="x",
         engine="http://engine",
     )
-    service.runner.answer = lambda job: FinishedRollout(index=job.index, prompt="p", completion="x", turns=(turn,))
-    await service.submit("a", "b")
-    lease = strict((await service.post("/leases", {"max_groups": 2, "min_groups": 2, "wait_s": 30})).content)
+    live.runner.answer = lambda job: FinishedRollout(index=job.index, prompt="p", completion="x", turns=(turn,))
+    await live.submit("a", "b")
+    lease = strict((await live.post("/leases", {"max_groups": 2, "min_groups": 2, "wait_s": 30})).content)
     for group in lease["groups"]:
         for sample in group["samples"]:
             assert sample["input_ids"] == [1, *tokens]
@@ -208,7 +208,7 @@ async def test_a_long_sample_crosses_pieces_and_chunks_unharmed(service: Service
 
 
 async def test_ack_release_and_renew_answer_what_they_did():
-    async with Service(runner=at_once()).running() as service:
+    async with Service(runner=at_once()).in_process() as service:
         ids = await service.submit("a", "b", "c")
         body = {"max_groups": 8, "min_groups": 3, "wait_s": 10, "request_id": "r"}
         first = await service.post("/leases", body)
@@ -232,7 +232,7 @@ async def test_min_groups_above_the_pace_bound_is_refused():
     settings = settings_with(
         groups={"num_generations": 4, "max_staleness": 1}, dispatch={"admission": "pace", "groups_per_step": 2}
     )
-    async with Service(settings=settings).running() as service:
+    async with Service(settings=settings).in_process() as service:
         answer = await service.post("/leases", {"max_groups": 8, "min_groups": 5, "wait_s": 0})
         assert answer.status_code == 422
         assert "pace" in answer.json()["detail"]

@@ -74,7 +74,7 @@ async def test_a_lower_version_is_a_409_and_changes_nothing(service: Service):
 
 async def test_a_full_queue_is_a_429_with_retry_after():
     settings = settings_with(groups={"num_generations": 4, "max_pending_groups": 2}, dispatch={"max_inflight_rollouts": 4})
-    async with Service(settings=settings).running() as service:
+    async with Service(settings=settings).in_process() as service:
         await service.submit("a", "b")
         await service.submit("c")
         answer = await service.post("/prompts", {"prompts": [{"prompt": "d"}]})
@@ -84,7 +84,7 @@ async def test_a_full_queue_is_a_429_with_retry_after():
 
 
 async def test_a_halt_is_a_503_with_the_engine_the_group_and_the_message():
-    async with Service(runner=Runner(answer=lambda job: failed(job.index))).running() as service:
+    async with Service(runner=Runner(answer=lambda job: failed(job.index))).in_process() as service:
         (group_id,) = await service.submit("a")
         document = is_problem(await service.post("/leases", {"max_groups": 1, "wait_s": 30}), 503, "halted")
         assert document["group_id"] == group_id

@@ -31,7 +31,8 @@ async def test_an_idle_service_has_no_oldest(service: Service):
 async def test_a_group_shows_every_rollout_wherever_it_stands(service: Service):
     service.runner.answer = lambda job: {0: finished(0), 1: failed(1)}.get(job.index)
     (group_id,) = await service.submit("a")
-    await until(lambda: len(service.runner.held) == 2 and service.store.commits >= 3)
+    await until(lambda: len(service.runner.held) == 2)
+    await until(lambda: service.settled() == 2, "two rollouts are settled and committed")
     service.clock.now += 3
     group = (await service.http.get(f"/groups/{group_id}")).json()
     assert group["state"] == "generating"
@@ -53,7 +54,7 @@ async def test_a_group_shows_every_rollout_wherever_it_stands(service: Service):
 
 
 async def test_groups_come_in_pages_and_by_state():
-    async with Service(runner=Runner(answer=lambda job: finished(job.index))).running() as service:
+    async with Service(runner=Runner(answer=lambda job: finished(job.index))).in_process() as service:
         ids = await service.submit("a", "b", "c")
         await until(lambda: service.door.status().counts.groups["ready"] == 3)
         first = (await service.http.get("/groups?limit=2")).json()

@@ -28,6 +28,7 @@ def pending(seq: int, **changed: Any) -> Group:
     standing = Group(
         seq=seq,
         prompt_id=f"prompt-{seq}",
+        epoch=0,
         num_generations=N,
         waiting=ROWS,
         submitted_at=1000.0 + seq,

@@ -17,8 +17,8 @@ from rollout_service.errors import StoreUnavailable
 from rollout_service.store import MemoryStore, SqliteStore, Store
 from tests.contract.store_samples import (
     MAX_STALENESS,
-    N,
     ROWS,
+    N,
     acked,
     dropped,
     failed,
@@ -228,7 +228,7 @@ async def test_forgetting_payloads_leaves_failed_rollouts_for_people(store: Stor
     await store.commit(submitted(1))
     rollouts = {(1, 1, 0): finished(0), (1, 1, 1): failed(1), (1, 1, 2): failed(2)}
     await store.commit(Batch(groups={1: generating(1)}, rollouts=rollouts))
-    end = dropped(1, version=0, waiting=(), finished=frozenset({0}), failed=frozenset({1, 2}))
+    end = dropped(1, version=0, waiting=(), finished=frozenset({0, 3}), failed=frozenset({1, 2}))
     await store.commit(Batch(groups={1: end}, rollouts={(1, 1, 3): finished(3)}, forget_payloads={1}))
     assert await payload(await again(store), 1) == GroupPayload(
         group=end, prompt=None, rollouts={1: failed(1), 2: failed(2)}, score=None

@@ -442,8 +442,8 @@ async def test_an_engine_that_answers_wrongly_at_the_start_is_refused_in_one_lin
 
 async def test_an_address_that_speaks_no_http_is_refused_at_the_start() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")
         await reader.read(1000)
+        writer.write(b"-ERR unknown command 'GET'\r\n\r\n")
         writer.close()
 
     server = await asyncio.start_server(greet, "127.0.0.1", 0)

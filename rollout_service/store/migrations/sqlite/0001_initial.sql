@@ -129,7 +129,7 @@ CREATE TRIGGER rollouts_fenced BEFORE INSERT ON rollouts
     WHEN NOT EXISTS (SELECT 1 FROM groups WHERE seq = NEW.seq AND attempt = NEW.attempt
                      AND substr(rows, NEW.idx + 1, 1) IN ('w', 'f', 'x'))
 BEGIN
-    SELECT RAISE(ABORT, 'a rollout of another attempt than the current one');
+    SELECT RAISE(ABORT, 'a rollout that is not of a row of the current attempt');
 END;
 
 CREATE TRIGGER rollouts_settle_once BEFORE UPDATE ON rollouts

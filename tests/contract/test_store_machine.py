@@ -1,0 +1,237 @@
+"""Any sequence of batches, legal or not, with kills between them: SQLite does what the in-memory store does, and section
+4 of the design holds after every step."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from rollout_service.core.group import Group, LeaseState
+from rollout_service.core.model import DropReason, GroupState
+from rollout_service.core.records import Batch, RunState, Snapshot
+from rollout_service.errors import StoreUnavailable
+from rollout_service.store import MemoryStore, SqliteStore, Store
+from tests.contract.store_samples import MAX_STALENESS, ROWS, N, failed, finished, lease, new_group, pending, score
+
+T = TypeVar("T")
+S = GroupState
+SEQS = st.integers(1, 6)
+LEASES = st.sampled_from(["l1", "l2", "l3", "l4"])
+REQUESTS = st.sampled_from(["r1", "r2", None, None])
+
+
+class Stores(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.folder = Path(tempfile.mkdtemp(prefix="store-machine-"))
+        self.kills = 0
+        self.batch = Batch()
+        self.memory = MemoryStore(MAX_STALENESS)
+        self.sqlite = SqliteStore(self.folder / "0.db", max_staleness=MAX_STALENESS)
+        self.both(lambda store: store.open())
+        self.standings: dict[int, Group] = {}
+        """As committed, ended ones included."""
+        self.ended_acked: set[tuple[int, int]] = set()
+        self.version = 0
+
+    def wait(self, what: Awaitable[T]) -> T:
+        async def inside() -> T:
+            return await what
+
+        return self.runner.run(inside())
+
+    def both(self, ask: Any) -> list[Any]:
+        return [self.wait(ask(store)) for store in (self.memory, self.sqlite)]
+
+    def same(self, ask: Any) -> Any:
+        in_memory, in_sqlite = self.both(ask)
+        assert in_memory == in_sqlite
+        return in_memory
+
+    def teardown(self) -> None:
+        self.both(lambda store: store.close())
+        self.runner.close()
+        shutil.rmtree(self.folder)
+
+    # --- what a batch is made of
+
+    def standing(self, seq: int) -> Group:
+        known = self.batch.new_groups.get(seq)
+        return self.batch.groups.get(seq) or (known.group if known else self.standings.get(seq, pending(seq)))
+
+    @initialize(seqs=st.sets(SEQS, min_size=3))
+    def begin(self, seqs: set[int]) -> None:
+        for seq in seqs:
+            self.submit(seq)
+        self.commit()
+
+    @rule(seq=SEQS)
+    def submit(self, seq: int) -> None:
+        self.batch.new_groups[seq] = new_group(seq)
+        self.batch.run = replace(self.batch.run or RunState(policy_version=self.version), last_seq=100)
+
+    @rule(seq=SEQS, rows=st.sets(st.sampled_from(ROWS), min_size=1))
+    def dispatch(self, seq: int, rows: set[int]) -> None:
+        waiting = tuple(row for row in ROWS if row not in rows)
+        self.put(seq, S.GENERATING, waiting=waiting, running=frozenset(rows), version=self.version)
+
+    @rule(seq=SEQS, state=st.sampled_from([S.SCORING, S.READY]), version=st.integers(0, 3))
+    def settle_all(self, seq: int, state: GroupState, version: int) -> None:
+        self.put(seq, state, finished=frozenset(ROWS), version=version)
+        for row in ROWS:
+            self.settle(seq, row, True, 0)
+        self.batch.scores[seq, self.standing(seq).attempt] = score()
+
+    @rule(seq=SEQS, row=st.integers(0, N), ok=st.booleans(), off=st.sampled_from([0, 0, 0, 0, -1, 1]))
+    def settle(self, seq: int, row: int, ok: bool, off: int) -> None:
+        attempt = self.standing(seq).attempt + off
+        self.batch.rollouts[seq, attempt, row] = finished(row) if ok else failed(row)
+
+    @rule(seq=SEQS, rise=st.sampled_from([1, 1, 1, 0, -1]), rows=st.sets(st.sampled_from(ROWS), min_size=2))
+    def again(self, seq: int, rise: int, rows: set[int]) -> None:
+        attempt = max(1, self.standing(seq).attempt + rise)
+        self.put(seq, S.PENDING, waiting=tuple(sorted(rows)), attempt=attempt, version=None)
+        self.batch.forget_attempts.add(seq)
+
+    @rule(seq=SEQS, state=st.sampled_from([S.STALE, S.DROPPED, S.FAILED]), forget=st.booleans())
+    def end(self, seq: int, state: GroupState, forget: bool) -> None:
+        self.put(seq, state, reason=DropReason.CANCELLED if state is S.DROPPED else None)
+        if forget:
+            self.batch.forget_payloads.add(seq)
+
+    @rule(seq=SEQS, state=st.sampled_from(list(S)), version=st.none() | st.integers(0, 3), holder=st.none() | LEASES)
+    def anything(self, seq: int, state: GroupState, version: int | None, holder: str | None) -> None:
+        self.put(seq, state, version=version, lease_id=holder)
+
+    @rule(lease_id=LEASES, request=REQUESTS, seqs=st.sets(SEQS, min_size=1, max_size=2))
+    def take(self, lease_id: str, request: str | None, seqs: set[int]) -> None:
+        """Of groups as they are: often not ready, sometimes too old, sometimes held by another lease."""
+        attempts = {seq: self.standing(seq).attempt for seq in seqs}
+        made = lease(lease_id, *sorted(seqs), request_id=request, policy_version=self.version)
+        self.batch.leases[lease_id] = replace(made, groups=tuple(sorted(attempts.items())))
+        for seq in seqs:
+            if self.standing(seq).state is S.READY:
+                self.put(seq, S.LEASED, lease_id=lease_id)
+
+    @rule(lease_id=LEASES, ack=st.booleans())
+    def finish(self, lease_id: str, ack: bool) -> None:
+        known = self.batch.leases.get(lease_id) or self.wait(self.memory.lease(lease_id))
+        if known is None:
+            return
+        self.batch.leases[lease_id] = replace(known, state=LeaseState.ENDED, expires_at=known.expires_at + 1)
+        for seq, _ in known.groups:
+            if self.standing(seq).lease_id == lease_id:
+                self.put(seq, S.ACKED if ack else S.READY, acked_by=lease_id if ack else None)
+                if ack:
+                    self.batch.forget_payloads.add(seq)
+
+    @rule(rise=st.integers(0, 3))
+    def bump(self, rise: int) -> None:
+        self.batch.run = RunState(policy_version=self.version + rise, last_seq=100, ended={S.ACKED: rise})
+
+    def put(self, seq: int, state: GroupState, **changed: Any) -> None:
+        now = self.standing(seq)
+        plain = {"waiting": (), "running": frozenset(), "lease_id": None, "acked_by": None, "reason": None}
+        self.batch.groups[seq] = replace(now, **{**plain, "state": state, **changed})
+
+    # --- what happens to it
+
+    @rule()
+    def commit(self) -> None:
+        batch, self.batch = self.batch, Batch()
+        before = self.snapshot()
+        outcomes = []
+        for store in (self.memory, self.sqlite):
+            try:
+                self.wait(store.commit(batch))
+                outcomes.append("committed")
+            except StoreUnavailable:
+                outcomes.append("refused")
+        assert outcomes[0] == outcomes[1]
+        if outcomes[0] == "refused":
+            assert self.snapshot() == before
+        self.learn()
+
+    @rule()
+    def kill(self) -> None:
+        self.batch = Batch()
+        self.kills += 1
+        path = self.folder / f"{self.kills}.db"
+        for suffix in ("", "-wal"):
+            shutil.copyfile(f"{self.sqlite.path}{suffix}", f"{path}{suffix}")
+        old: list[Store] = [self.memory, self.sqlite]
+        self.memory = MemoryStore.reopened(self.memory)
+        self.sqlite = SqliteStore(path, max_staleness=MAX_STALENESS)
+        self.both(lambda store: store.open())
+        for store in old:
+            self.wait(store.close())
+        self.learn()
+
+    @rule()
+    def reopen(self) -> None:
+        self.batch = Batch()
+        self.both(lambda store: store.close())
+        self.both(lambda store: store.open())
+        self.learn()
+
+    def snapshot(self) -> Snapshot:
+        loaded: Snapshot = self.same(lambda store: store.load())
+        return loaded
+
+    def learn(self) -> None:
+        """What is committed now, and that it may follow from what was committed before."""
+        now: dict[int, Group] = self.same(lambda store: store.groups(range(1, 7)))
+        for seq, was in self.standings.items():
+            group = now[seq]  # a group that was submitted is never lost
+            assert group.attempt >= was.attempt
+            if was.state.terminal and group.attempt == was.attempt:
+                assert group.state is was.state
+            if was.state is S.ACKED:
+                self.ended_acked.add((seq, was.attempt))
+            if group.state is S.LEASED:
+                assert (seq, group.attempt) not in self.ended_acked
+        self.standings = now
+        self.version = self.snapshot().run.policy_version
+
+    # --- what holds
+
+    @invariant()
+    def they_agree_and_what_is_held_is_held_once(self) -> None:
+        loaded = self.snapshot()
+        assert tuple(group for _, group in sorted(self.standings.items()) if not group.state.terminal) == loaded.groups
+        self.same(lambda store: store.payloads(range(1, 7)))
+        self.same(lambda store: store.list_groups((), after=0, limit=99))
+        self.same(lambda store: store.list_groups({S.READY, S.STALE, S.ACKED}, after=1, limit=3))
+        self.same(lambda store: store.find_prompts([(f"prompt-{seq}", 0) for seq in range(1, 7)]))
+        for request in ("r1", "r2"):
+            self.same(lambda store, request=request: store.lease_by_request(request))
+        for group in loaded.groups:
+            if group.state is S.LEASED:
+                holder = self.same(lambda store, group=group: store.lease(group.lease_id))
+                assert holder is not None
+        orphans = self.wait(self.sqlite._read(lambda c: c.execute(ORPHANS).fetchone()))
+        assert orphans == (0,)
+
+
+ORPHANS = """
+SELECT (SELECT count(*) FROM payloads WHERE id NOT IN (SELECT payload_id FROM rollouts))
+    + (SELECT count(*) FROM rollouts WHERE payload_id NOT IN (SELECT id FROM payloads))
+"""
+
+Stores.TestCase.settings = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,  # every commit syncs a real disk
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestStores = Stores.TestCase
