@@ -118,8 +118,7 @@ class ScriptedService:
 
     def start(self) -> ScriptedService:
         started = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, args=(self._loop, started), daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(started)), daemon=True)
         self._thread.start()
         assert started.wait(10)
         return self
@@ -132,22 +131,23 @@ class ScriptedService:
         self._thread.join(10)
         self._loop = self._thread = None
 
-    def _serve(self, loop: asyncio.AbstractEventLoop, started: threading.Event) -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(self._main(started))
-        loop.close()
-
     async def _main(self, started: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
         self._stopping, self._more = asyncio.Event(), asyncio.Condition()
         server = web.Server(self._handle, handler_cancellation=True)  # a handler ends when its client hangs up
         runner = web.ServerRunner(server, shutdown_timeout=0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
         started.set()
         await self._stopping.wait()
-        for connection in list(server.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
+        await site.stop()
+        await asyncio.sleep(0)  # what was being accepted is a connection by now
+        while server.connections:
+            for connection in list(server.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await asyncio.sleep(0)
         await runner.cleanup()
 
     # what tests wait for and change while it runs
@@ -405,6 +405,7 @@ class Waited:
         try:
             self._wait(self._client.aclose())
             self._wait(self._loop.shutdown_asyncgens())
+            self._wait(asyncio.sleep(0))  # closed connections are let go of in the loop's next turn
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

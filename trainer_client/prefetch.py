@@ -34,6 +34,8 @@ logger = logging.getLogger("trainer_client")
 
 T = TypeVar("T")
 
+_NOT_ENTERED = "prefetch is a context manager: `with client.prefetch(...) as leases`"
+
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
@@ -96,7 +98,7 @@ class AsyncPrefetch:
     async def _next(self) -> Lease | None:
         """The next lease, None at the end."""
         if self._fetcher is None:
-            raise RuntimeError("prefetch is a context manager: `with client.prefetch(...) as leases`")
+            raise RuntimeError(_NOT_ENTERED)
         await self._finish()
         while True:
             item = await self._queue.get()
@@ -222,20 +224,31 @@ class Prefetch:
             raise ValueError(f"depth is at least 1, not {depth}")
         self._connect, self._ask, self._depth = connect, dict(ask), depth
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._left: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._client: AsyncRolloutClient | None = None
         self._inner: AsyncPrefetch | None = None
 
     def __enter__(self) -> Self:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="trainer-client-prefetch", daemon=True)
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._live(started)), name="trainer-client-prefetch", daemon=True
+        )
         self._thread.start()
+        started.wait()
         try:
             self._inner = self._wait(self._open())
         except BaseException:
             self._stop()
             raise
         return self
+
+    async def _live(self, started: threading.Event) -> None:
+        self._loop, self._left = asyncio.get_running_loop(), asyncio.Event()
+        started.set()
+        await self._left.wait()
+        if self._client is not None:
+            await self._client.aclose()
 
     async def _open(self) -> AsyncPrefetch:
         self._client = self._connect()
@@ -257,13 +270,14 @@ class Prefetch:
 
     def __next__(self) -> Lease:
         if self._inner is None:
-            raise RuntimeError("prefetch is a context manager: `with client.prefetch(...) as leases`")
+            raise RuntimeError(_NOT_ENTERED)
         if (lease := self._wait(self._inner._next())) is None:
             raise StopIteration
         return lease
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        assert self._loop is not None  # noqa: S101  (for the type checker: __enter__ has set it)
+        if self._loop is None:
+            raise RuntimeError(_NOT_ENTERED)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -272,12 +286,7 @@ class Prefetch:
             raise
 
     def _stop(self) -> None:
-        assert self._loop is not None  # noqa: S101  (as above)
-        assert self._thread is not None  # noqa: S101  (as above)
-        try:
-            if self._client is not None:
-                self._wait(self._client.aclose())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._loop is not None and self._left is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._left.set)
             self._thread.join()
-            self._loop.close()
+            self._loop = self._left = self._thread = self._client = None

@@ -24,8 +24,12 @@ def group_detail(view: GroupView, sampling: Mapping[str, Any]) -> GroupDetail:
     by_state = _rows(group, view.in_flight)
     state_of = {index: state for state, indexes in by_state.items() for index in indexes}
     rollouts = [_rollout(index, state, view) for index, state in sorted(state_of.items())]
+    standing = _standing(group, version=view.policy_version, now=view.now)
+    if group.error is None:  # the store has a group's last error once its state changes, a rollout's at once
+        failures = [found for found in payload.rollouts.values() if isinstance(found, FailedRollout)]
+        standing |= {"error": failures[-1].error, "engine": failures[-1].engine} if failures else {}
     return GroupDetail(
-        **_standing(group, version=view.policy_version, now=view.now),
+        **standing,
         rows=by_state,
         rollouts=rollouts,
         reward_errors=dict(score.errors) if score else {},

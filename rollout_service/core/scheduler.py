@@ -153,7 +153,11 @@ class Scheduler:
         return None
 
     def _opened(self) -> int:
-        """Groups that count against the pace: leased ones until the next version, acked or not (design 3.1.8)."""
+        """Groups that count against the pace: leased ones until the next version, acked or not (design 3.1.8).
+
+        Counting an acked one no longer would open groups at a version that the trainer is about to leave: the last of
+        them would be one version too old when its turn comes.
+        """
         counts = self._counts
         return counts[S.GENERATING] + counts[S.SCORING] + counts[S.READY] + len(self._paced)
 
@@ -346,9 +350,10 @@ class Scheduler:
         request_id: str | None = None,
         consumer: str | None = None,
     ) -> Lease | None:
-        """Lease what is ready, oldest version first; None, with nothing changed, where that is not enough."""
+        """Lease what is ready, oldest version first; None, and no lease, where that is not enough."""
         enough = min_groups if self.halt is None and self.more_can_come() else 1
         if len(self._ready) < max(enough, 1):
+            self._relax_pace()
             return None
         seqs = self._ready.take(max_groups=max_groups, max_bytes=self.policy.max_lease_bytes)
         lease = Lease(
@@ -368,6 +373,15 @@ class Scheduler:
             self._paced.add(seq)
         self.leases[lease_id] = self._changes.leases[lease_id] = lease
         return lease
+
+    def _relax_pace(self) -> None:
+        """A trainer that asks for more within one version than the pace foresees must not wait for ever.
+
+        With nothing on its way and only acked groups in the way of opening some, those count no longer.
+        """
+        counts = self._counts
+        if not counts[S.GENERATING] and not counts[S.SCORING] and self.blocked() is Blocked.PACE:
+            self._paced.intersection_update(self.groups)
 
     def ack(self, lease: Lease, seqs: Sequence[int], find: Callable[[int], Group | None], *, now: float) -> list[int]:
         """Rule 4.3: all of `seqs` or nothing. Returns those that were acked by this call.

@@ -42,8 +42,8 @@ CONNECT_S = 10.0
 STALE_WITHIN_S = 5.0
 """A lost race against an idle close shows within a round trip; what breaks later was the engine's doing."""
 MODELS_TIMEOUT_S = 5.0
-SERVER_INFO_TIMEOUT_S = 20.0
-"""The first /server_info of a vLLM server collects facts about its machine, which takes seconds."""
+SERVER_INFO_TIMEOUT_S = 60.0
+"""The first /server_info of a vLLM server collects facts about its machine, which takes 1 to 12 s."""
 DETOKENIZE_TIMEOUT_S = 10.0
 LARGE_BODY = 1_000_000
 """aiohttp warns of bytes bodies above 1 MiB (they hold the loop); larger ones are sent in pieces of this size."""

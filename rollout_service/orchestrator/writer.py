@@ -160,17 +160,17 @@ class Writer:
     # the turn
 
     def turn(self) -> None:
-        """After an event: end what is over, dispatch, serve waiting callers, hand what changed to the committer."""
+        """After an event: end what is over, serve waiting callers, dispatch, hand what changed to the committer."""
         self._turn_planned = False
         if self.closing or self.broken is not None:
             return
         now = self._clock()
         core = self.core
         core.expire(now=now)
+        self._serve(now)  # before dispatch: what goes out makes room for groups to open
         capacity = self._engines.healthy_capacity()
         core.dispatch(now=now, capacity=capacity)
         self._watch_engines(capacity, now)
-        self._serve(now)
         self._gate.set(not core.stopped)
         self.collect()
         self.committer.flush()

@@ -207,7 +207,7 @@ def _decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
-        _, _, place = str(problem).rpartition(" - at `$.")
+        _, _, place = str(problem).partition(" - at `$.")
         raise Refusal(
             400,
             f"1 validation error:\n  {problem}",

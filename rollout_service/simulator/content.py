@@ -176,7 +176,7 @@ class Content:
     def fragments(self, columns: Iterable[Column], start: int, stop: int) -> list[bytes]:
         """Of each column the fragments of tokens start..stop, comma-separated: the insides of JSON arrays."""
         a, b, c, d = self._places(start, stop)
-        ends = stop > self._body
+        ends = stop > self._body >= start
         if b > (size := len(self.ring.tokens)) or d > size:
             whole = [column.take(a, b - a) + column.take(c, d - c) for column in columns]
             return [(data + column.eos if ends else data)[:-1] for data, column in zip(whole, columns, strict=True)]

@@ -77,6 +77,7 @@ class Generation:
         except Refusal as refusal:
             exchange.answer_json(refusal.body, status=refusal.status, close=refusal.status >= 500)
             self._journal.close(record, Outcome.ANSWERED, self._loop.time(), status=refusal.status)
+            self._changed()
             return
         header = exchange.headers.get(_REQUEST_ID)
         record.request_id = header.decode("latin-1") if header else ask.request_id or self._new_id()
@@ -138,6 +139,7 @@ class Generation:
                 self._close(call, Outcome.DISCONNECTED)
 
         call.exchange.on_close = hung_up
+        self._changed()
 
     def _start_faulty(self, call: Call, action: Action) -> None:
         if call not in self._open:

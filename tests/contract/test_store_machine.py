@@ -1,9 +1,10 @@
-"""Any sequence of batches, legal or not, with kills between them: SQLite does what the in-memory store does, and section
-4 of the design holds after every step."""
+"""Any sequence of batches, legal or not, with kills between them: SQLite does what the in-memory store does, and what
+section 4 of the design says about leases and attempts holds after every step."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Awaitable
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import Phase, HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -24,7 +25,10 @@ from tests.contract.store_samples import MAX_STALENESS, ROWS, N, failed, finishe
 
 T = TypeVar("T")
 S = GroupState
+SHM = "/dev/shm"  # noqa: S108  # mkdtemp makes a folder of its own there
 SEQS = st.integers(1, 6)
+NOW = st.sampled_from([True, True, False])
+"""Whether a step is committed by itself or joins the next one's batch."""
 LEASES = st.sampled_from(["l1", "l2", "l3", "l4"])
 REQUESTS = st.sampled_from(["r1", "r2", None, None])
 
@@ -33,7 +37,8 @@ class Stores(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.folder = Path(tempfile.mkdtemp(prefix="store-machine-"))
+        # In memory where that is possible: a kill of the process, which is what is tried here, loses nothing there.
+        self.folder = Path(tempfile.mkdtemp(dir=SHM if os.access(SHM, os.W_OK) else None))
         self.kills = 0
         self.batch = Batch()
         self.memory = MemoryStore(MAX_STALENESS)
@@ -75,46 +80,52 @@ class Stores(RuleBasedStateMachine):
             self.submit(seq)
         self.commit()
 
-    @rule(seq=SEQS)
-    def submit(self, seq: int) -> None:
+    @rule(seq=SEQS, now=NOW)
+    def submit(self, seq: int, now: bool = False) -> None:
         self.batch.new_groups[seq] = new_group(seq)
         self.batch.run = replace(self.batch.run or RunState(policy_version=self.version), last_seq=100)
+        self.commit_if(now)
 
-    @rule(seq=SEQS, rows=st.sets(st.sampled_from(ROWS), min_size=1))
-    def dispatch(self, seq: int, rows: set[int]) -> None:
+    @rule(seq=SEQS, rows=st.sets(st.sampled_from(ROWS), min_size=1), now=NOW)
+    def dispatch(self, seq: int, rows: set[int], now: bool = False) -> None:
         waiting = tuple(row for row in ROWS if row not in rows)
         self.put(seq, S.GENERATING, waiting=waiting, running=frozenset(rows), version=self.version)
+        self.commit_if(now)
 
-    @rule(seq=SEQS, state=st.sampled_from([S.SCORING, S.READY]), version=st.integers(0, 3))
-    def settle_all(self, seq: int, state: GroupState, version: int) -> None:
+    @rule(seq=SEQS, state=st.sampled_from([S.SCORING, S.READY]), version=st.integers(0, 3), now=NOW)
+    def settle_all(self, seq: int, state: GroupState, version: int, now: bool = False) -> None:
         self.put(seq, state, finished=frozenset(ROWS), version=version)
         for row in ROWS:
             self.settle(seq, row, True, 0)
         self.batch.scores[seq, self.standing(seq).attempt] = score()
+        self.commit_if(now)
 
-    @rule(seq=SEQS, row=st.integers(0, N), ok=st.booleans(), off=st.sampled_from([0, 0, 0, 0, -1, 1]))
-    def settle(self, seq: int, row: int, ok: bool, off: int) -> None:
+    @rule(seq=SEQS, row=st.integers(0, N), ok=st.booleans(), off=st.sampled_from([0, 0, 0, 0, -1, 1]), now=NOW)
+    def settle(self, seq: int, row: int, ok: bool, off: int, now: bool = False) -> None:
         attempt = self.standing(seq).attempt + off
         self.batch.rollouts[seq, attempt, row] = finished(row) if ok else failed(row)
+        self.commit_if(now)
 
-    @rule(seq=SEQS, rise=st.sampled_from([1, 1, 1, 0, -1]), rows=st.sets(st.sampled_from(ROWS), min_size=2))
-    def again(self, seq: int, rise: int, rows: set[int]) -> None:
+    @rule(seq=SEQS, rise=st.sampled_from([1, 1, 1, 0, -1]), rows=st.sets(st.sampled_from(ROWS), min_size=2), now=NOW)
+    def again(self, seq: int, rise: int, rows: set[int], now: bool = False) -> None:
         attempt = max(1, self.standing(seq).attempt + rise)
         self.put(seq, S.PENDING, waiting=tuple(sorted(rows)), attempt=attempt, version=None)
         self.batch.forget_attempts.add(seq)
+        self.commit_if(now)
 
-    @rule(seq=SEQS, state=st.sampled_from([S.STALE, S.DROPPED, S.FAILED]), forget=st.booleans())
-    def end(self, seq: int, state: GroupState, forget: bool) -> None:
+    @rule(seq=SEQS, state=st.sampled_from([S.STALE, S.DROPPED, S.FAILED]), forget=st.booleans(), now=NOW)
+    def end(self, seq: int, state: GroupState, forget: bool, now: bool = False) -> None:
         self.put(seq, state, reason=DropReason.CANCELLED if state is S.DROPPED else None)
         if forget:
             self.batch.forget_payloads.add(seq)
+        self.commit_if(now)
 
     @rule(seq=SEQS, state=st.sampled_from(list(S)), version=st.none() | st.integers(0, 3), holder=st.none() | LEASES)
     def anything(self, seq: int, state: GroupState, version: int | None, holder: str | None) -> None:
         self.put(seq, state, version=version, lease_id=holder)
 
-    @rule(lease_id=LEASES, request=REQUESTS, seqs=st.sets(SEQS, min_size=1, max_size=2))
-    def take(self, lease_id: str, request: str | None, seqs: set[int]) -> None:
+    @rule(lease_id=LEASES, request=REQUESTS, seqs=st.sets(SEQS, min_size=1, max_size=2), now=NOW)
+    def take(self, lease_id: str, request: str | None, seqs: set[int], now: bool = False) -> None:
         """Of groups as they are: often not ready, sometimes too old, sometimes held by another lease."""
         attempts = {seq: self.standing(seq).attempt for seq in seqs}
         made = lease(lease_id, *sorted(seqs), request_id=request, policy_version=self.version)
@@ -122,22 +133,25 @@ class Stores(RuleBasedStateMachine):
         for seq in seqs:
             if self.standing(seq).state is S.READY:
                 self.put(seq, S.LEASED, lease_id=lease_id)
+        self.commit_if(now)
 
-    @rule(lease_id=LEASES, ack=st.booleans())
-    def finish(self, lease_id: str, ack: bool) -> None:
+    @rule(lease_id=LEASES, ack=st.booleans(), now=NOW)
+    def finish(self, lease_id: str, ack: bool, now: bool = False) -> None:
         known = self.batch.leases.get(lease_id) or self.wait(self.memory.lease(lease_id))
         if known is None:
-            return
+            return  # nobody made it
         self.batch.leases[lease_id] = replace(known, state=LeaseState.ENDED, expires_at=known.expires_at + 1)
         for seq, _ in known.groups:
             if self.standing(seq).lease_id == lease_id:
                 self.put(seq, S.ACKED if ack else S.READY, acked_by=lease_id if ack else None)
                 if ack:
                     self.batch.forget_payloads.add(seq)
+        self.commit_if(now)
 
-    @rule(rise=st.integers(0, 3))
-    def bump(self, rise: int) -> None:
+    @rule(rise=st.integers(0, 3), now=NOW)
+    def bump(self, rise: int, now: bool = False) -> None:
         self.batch.run = RunState(policy_version=self.version + rise, last_seq=100, ended={S.ACKED: rise})
+        self.commit_if(now)
 
     def put(self, seq: int, state: GroupState, **changed: Any) -> None:
         now = self.standing(seq)
@@ -145,6 +159,10 @@ class Stores(RuleBasedStateMachine):
         self.batch.groups[seq] = replace(now, **{**plain, "state": state, **changed})
 
     # --- what happens to it
+
+    def commit_if(self, now: bool) -> None:
+        if now:
+            self.commit()
 
     @rule()
     def commit(self) -> None:
@@ -158,6 +176,7 @@ class Stores(RuleBasedStateMachine):
             except StoreUnavailable:
                 outcomes.append("refused")
         assert outcomes[0] == outcomes[1]
+        event(outcomes[0] + (" with a lease" if batch.leases else ""))
         if outcomes[0] == "refused":
             assert self.snapshot() == before
         self.learn()
@@ -229,6 +248,7 @@ SELECT (SELECT count(*) FROM payloads WHERE id NOT IN (SELECT payload_id FROM ro
 """
 
 Stores.TestCase.settings = settings(
+    phases=[Phase.reuse, Phase.generate],
     max_examples=25,
     stateful_step_count=30,
     deadline=None,  # every commit syncs a real disk

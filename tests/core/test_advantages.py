@@ -43,9 +43,7 @@ def test_unscored_rows_have_no_reward_no_advantage_and_do_not_enter_the_baseline
 
 
 def test_a_row_is_scored_by_the_functions_that_scored_it():
-    result = advantages(
-        {"a": [1.0, None, None], "b": [10.0, 10.0, None]}, {"a": 1.0, "b": 0.5}, rows=3, method=M.MEAN
-    )
+    result = advantages({"a": [1.0, None, None], "b": [10.0, 10.0, None]}, {"a": 1.0, "b": 0.5}, rows=3, method=M.MEAN)
     assert result.rewards == (6.0, 5.0, None)
 
 

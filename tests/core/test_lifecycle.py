@@ -28,7 +28,14 @@ def group(state: GroupState = S.PENDING, **more: object) -> Group:
         S.FAILED: {"version": 3, "waiting": (), "failed": frozenset({0, 1, 2})},
     }
     base = Group(
-        seq=7, prompt_id="p", epoch=0, num_generations=3, waiting=(0, 1, 2), submitted_at=1.0, changed_at=1.0, state=state
+        seq=7,
+        prompt_id="p",
+        epoch=0,
+        num_generations=3,
+        waiting=(0, 1, 2),
+        submitted_at=1.0,
+        changed_at=1.0,
+        state=state,
     )
     return replace(base, **{**standing[state], **more})  # type: ignore[arg-type]  # fields by name
 
@@ -127,7 +134,9 @@ def test_a_single_survivor_is_a_group_where_the_minimum_is_one():
 
 
 def test_a_prompt_that_does_not_fit_ends_the_whole_group_and_stops_the_other_rows():
-    event = lifecycle.RolloutFailed(attempt=1, index=0, reason=FailureReason.PROMPT_TOO_LONG, error="4,096 is the limit")
+    event = lifecycle.RolloutFailed(
+        attempt=1, index=0, reason=FailureReason.PROMPT_TOO_LONG, error="4,096 is the limit"
+    )
     after, effects = apply(group(S.GENERATING), event, policy=POLICY, now=2.0)
     assert (after.state, after.reason, after.error) == (S.DROPPED, DropReason.PROMPT_TOO_LONG, "4,096 is the limit")
     (stop,) = effects

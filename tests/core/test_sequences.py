@@ -43,7 +43,9 @@ def test_a_further_turn_that_rewrites_history_starts_a_row_of_its_own():
 
 
 @given(turns=st.lists(st.tuples(IDS, IDS), min_size=1, max_size=4), keep=st.booleans())
-def test_every_trained_token_was_sampled_and_none_is_trained_twice(turns: list[tuple[list[int], list[int]]], keep: bool):
+def test_every_trained_token_was_sampled_and_none_is_trained_twice(
+    turns: list[tuple[list[int], list[int]]], keep: bool
+):
     history: list[int] = []
     made = []
     for context, output in turns:
@@ -58,5 +60,10 @@ def test_every_trained_token_was_sampled_and_none_is_trained_twice(turns: list[t
         if mask
     ]
     assert trained == [pair for t in made for pair in zip(t.output_ids, t.logprobs, strict=True)]
-    assert all(logprob == 0.0 for row in rows for logprob, mask in zip(row.old_log_probs, row.completion_mask, strict=True) if not mask)
+    assert all(
+        logprob == 0.0
+        for row in rows
+        for logprob, mask in zip(row.old_log_probs, row.completion_mask, strict=True)
+        if not mask
+    )
     assert len(rows) == 1 or not keep

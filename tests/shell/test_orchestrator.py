@@ -406,9 +406,7 @@ async def test_unknown_leases_and_groups_are_not_found_and_strangers_a_conflict(
 
 
 async def test_a_group_too_old_when_it_comes_back_goes_stale():
-    harness = Harness(
-        store=memory(1), runner=at_once(), policy=Policy(group=GroupPolicy(max_staleness=1), slots=16)
-    )
+    harness = Harness(store=memory(1), runner=at_once(), policy=Policy(group=GroupPolicy(max_staleness=1), slots=16))
     async with harness as door:
         await ready(door, "a")
         answer = await door.lease(NOW)

@@ -1,0 +1,2 @@
+import gc
+def test_gc(): gc.collect()
