@@ -1,6 +1,7 @@
 """Parts that make a whole service in memory: a runner and a scorer that do what a test says, engines, a clock.
 
-They satisfy the Protocols of rollout_service.orchestrator.parts; nothing is mocked, everything records what it was asked.
+They satisfy the Protocols of rollout_service.orchestrator.parts; nothing is mocked, and they
+record what they were asked.
 """
 
 from __future__ import annotations

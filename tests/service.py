@@ -220,6 +220,10 @@ class Api:
     async def slots_used(self) -> int:
         return int((await self.status())["slots"]["used"])
 
+    async def wait_ready(self) -> None:
+        while await self.probe("/readyz") != 200:
+            await asyncio.sleep(0.01)
+
     async def probe(self, path: str) -> int:
         return (await self.http.get(path)).status_code
 

@@ -250,16 +250,33 @@ class Core:
         """Release what is left of a held lease. Never raises a `ClientError`: one may be on its way already."""
         if not (left := self.held.get(lease_id)):
             return
-        patience = min(self.retry_for_s, GIVE_BACK_FOR_S)
-        brief = Core(timeout_s=GIVE_BACK_FOR_S, retry_for_s=patience, consumer=None, clock=self.clock)
         try:
-            yield from brief.release(lease_id, sorted(left))
+            yield from self._brief().release(lease_id, sorted(left))
         except (Conflict, NotFound) as error:
             logger.info("lease %s was no longer ours to give back: %s", lease_id, error)
         except ClientError as error:
             logger.warning("lease %s could not be given back and will run out by itself: %s", lease_id, error)
         finally:
             self.held.pop(lease_id, None)
+
+    def recover(self, ask: Mapping[str, Any], request_id: str) -> Flow[None]:
+        """Give back the lease of a call that was cut off: if there is one, only its request id leads to it."""
+        brief = self._brief()
+        try:
+            try:
+                lease = yield from brief.lease(**{**ask, "wait_s": 0}, request_id=request_id)
+            except (
+                Conflict
+            ):  # another wait_s may count as another call; then there is a lease, and asking alike gets it
+                lease = yield from brief.lease(**ask, request_id=request_id)
+            yield from brief.release(lease)
+        except ClientError as error:
+            logger.warning("the last lease asked for, if one was made, will run out by itself: %s", error)
+
+    def _brief(self) -> Core:
+        """The same calls with little patience, for the way out."""
+        patience = min(self.retry_for_s, GIVE_BACK_FOR_S)
+        return Core(timeout_s=GIVE_BACK_FOR_S, retry_for_s=patience, consumer=self.consumer, clock=self.clock)
 
     # looking in, and steering
 

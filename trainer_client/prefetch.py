@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from trainer_client.errors import ClientError, Conflict, NotFound
+from trainer_client.errors import ClientError, Conflict, NotFound, Problem
 from trainer_client.types import Lease, LeaseStatus
 
 if TYPE_CHECKING:
@@ -129,7 +129,11 @@ class AsyncPrefetch:
         while True:
             resets = self._core.resets
             self._asking = str(uuid.uuid4())
-            lease = await self._client.lease(**self._ask, request_id=self._asking)
+            try:
+                lease = await self._client.lease(**self._ask, request_id=self._asking)
+            except Problem:
+                self._asking = None  # refused: there is no lease to look for on the way out
+                raise
             self._asking = None
             if lease.status is LeaseStatus.EXHAUSTED:
                 return None
@@ -202,18 +206,7 @@ class AsyncPrefetch:
         if tasks:
             await asyncio.wait(tasks)
         if self._asking is not None:
-            await self._recover(self._asking)
-
-    async def _recover(self, request_id: str) -> None:
-        """The call on its way was cut off; if it had made a lease, nobody knows it but its request id."""
-        try:
-            try:
-                lease = await self._client.lease(**(self._ask | {"wait_s": 0}), request_id=request_id)
-            except Conflict:  # made with another wait_s: there is a lease, or was, and asking alike fetches it
-                lease = await self._client.lease(**self._ask, request_id=request_id)
-            await self._client.release(lease)
-        except ClientError as error:
-            logger.warning("the last lease asked for, if one was made, will run out by itself: %s", error)
+            await self._client._run(self._core.recover(self._ask, self._asking))
 
 
 class Prefetch:

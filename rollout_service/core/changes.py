@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rollout_service.core.group import Group, Lease
+from rollout_service.core.group import Checkpoint, Group, Lease
 from rollout_service.core.lifecycle import Effect, EventKind
 from rollout_service.core.model import GroupState
 
@@ -38,6 +38,9 @@ class Changes:
     groups: dict[int, Group] = field(default_factory=dict)
     """Latest standing of every group whose stored fields changed."""
     leases: dict[str, Lease] = field(default_factory=dict)
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    forgotten: set[str] = field(default_factory=set)
+    """Names of checkpoints that were removed."""
     run: bool = False
     """The run's own row changed: version, pause, counters."""
     new_attempts: set[int] = field(default_factory=set)

@@ -84,6 +84,9 @@ class Group:
     """The live lease that holds it; set if and only if leased."""
     acked_by: str | None = None
     """The lease it was acked under; set if and only if acked."""
+    end_number: int | None = None
+    """Ends are numbered from 1 over the whole run; set if and only if the group has ended. A rewind to a checkpoint
+    opens the groups with a higher number than the checkpoint's again."""
     submitted_at: float
     """Unix seconds."""
     changed_at: float
@@ -123,6 +126,20 @@ class Lease:
 
     def attempt_of(self, seq: int) -> int | None:
         return next((attempt for member, attempt in self.groups if member == seq), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A point the trainer can go back to (design 4.9)."""
+
+    name: str
+    number: int
+    """Order of creation from 1."""
+    policy_version: int
+    ends: int
+    """How many ends there were in the run by then: later ones are undone by a rewind."""
+    created_at: float
+    """Unix seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

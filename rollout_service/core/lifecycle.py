@@ -282,8 +282,10 @@ def _move(group: Group, event: Event, policy: GroupPolicy) -> tuple[Group, tuple
         case Cancelled():
             stopped = replace(_stopped(group), state=S.DROPPED, reason=DropReason.CANCELLED, lease_id=None)
             return stopped, _stops(group)
-        case Reset() | Rewound():
+        case Reset():
             return _again(group, rows=tuple(range(group.num_generations))), _stops(group)
+        case Rewound():
+            return replace(_again(group, rows=tuple(range(group.num_generations))), tries=1), ()
         case Recovered():
             return _recovered(group), ()
         case _:
@@ -365,6 +367,7 @@ def _again(group: Group, *, rows: tuple[int, ...]) -> Group:
         reason=None,
         lease_id=None,
         acked_by=None,
+        end_number=None,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rollout_service.core.group import Group, Lease
+from rollout_service.core.group import Checkpoint, Group, Lease
 from rollout_service.core.model import FailedRollout, FinishedRollout, GroupState, Prompt
 
 
@@ -29,6 +29,8 @@ class RunState:
     """Of the prompts file that `read_position` is about."""
     ended: Mapping[GroupState, int] = field(default_factory=dict)
     """Groups by terminal state, kept by the transitions."""
+    ends: int = 0
+    """Ends so far, those undone by a rewind included; the newest `Group.end_number`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +78,15 @@ class Batch:
     """By (seq, attempt)."""
     leases: dict[str, Lease] = field(default_factory=dict)
     """Latest standing by lease id."""
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    """New ones, by name."""
+    forget_checkpoints: set[str] = field(default_factory=set)
+    """Names that are removed; prompts that only they kept go too."""
     forget_attempts: set[int] = field(default_factory=set)
     """Seqs whose rollouts and scores of attempts before the group's current one are removed."""
     forget_payloads: set[int] = field(default_factory=set)
-    """Seqs that ended: finished rollouts, scores and (unless a mark needs it) the prompt are removed; failed rollouts
-    stay for people to read."""
+    """Seqs that ended: finished rollouts, scores and (while there is no checkpoint) the prompt are removed; failed
+    rollouts stay for people to read."""
 
     def __bool__(self) -> bool:
         return bool(
@@ -90,6 +96,8 @@ class Batch:
             or self.rollouts
             or self.scores
             or self.leases
+            or self.checkpoints
+            or self.forget_checkpoints
             or self.forget_attempts
             or self.forget_payloads
         )
@@ -126,3 +134,5 @@ class Snapshot:
     groups: tuple[Group, ...]
     """By seq, ascending."""
     leases: tuple[Lease, ...]
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """By number, ascending."""

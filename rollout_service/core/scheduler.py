@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from rollout_service.core import lifecycle
 from rollout_service.core.changes import Bumped, Changes, Counts, Halt, Moved
-from rollout_service.core.group import Group, GroupPolicy, Lease, LeaseState, group_id
+from rollout_service.core.group import Checkpoint, Group, GroupPolicy, Lease, LeaseState, group_id
 from rollout_service.core.lifecycle import Event, IllegalEvent
 from rollout_service.core.model import OUTSTANDING, DropReason, FailureReason, GroupState
 from rollout_service.core.queues import ReadyQueue, SeqQueue
@@ -93,6 +93,8 @@ class Scheduler:
         self.final = False
         self.halt: Halt | None = None
         self.last_seq = 0
+        self.ends = 0
+        self.checkpoints: dict[str, Checkpoint] = {}
         self.in_flight = 0
         self._counts: dict[S, int] = dict.fromkeys(S, 0)
         self._front = SeqQueue()
@@ -180,6 +182,7 @@ class Scheduler:
             final=self.final,
             last_seq=self.last_seq,
             ended=ended,
+            ends=self.ends,
         )
 
     def take_changes(self) -> Changes:
@@ -194,7 +197,9 @@ class Scheduler:
         self.version, self.paused, self.final, self.last_seq = run.policy_version, run.paused, run.final, run.last_seq
         for state, count in run.ended.items():
             self._counts[state] = count
+        self.ends = run.ends
         self.leases = {lease.lease_id: lease for lease in snapshot.leases}
+        self.checkpoints = {checkpoint.name: checkpoint for checkpoint in snapshot.checkpoints}
         for group in snapshot.groups:
             self._enter(group)
         for group in snapshot.groups:
@@ -260,6 +265,52 @@ class Scheduler:
         for group in [self.groups[seq] for seq in sorted(self.groups)]:
             if group.state is not S.PENDING:
                 self._apply(group, lifecycle.Reset(), now)
+
+    # checkpoints
+
+    def mark(self, name: str, *, now: float) -> Checkpoint:
+        """Remember this point. Asking again for a name while nothing has ended since gives the same point."""
+        known = self.checkpoints.get(name)
+        if known is not None:
+            if (known.policy_version, known.ends) == (self.version, self.ends):
+                return known
+            raise NameTaken(known)
+        number = 1 + max((checkpoint.number for checkpoint in self.checkpoints.values()), default=0)
+        checkpoint = Checkpoint(name=name, number=number, policy_version=self.version, ends=self.ends, created_at=now)
+        self.checkpoints[name] = self._changes.checkpoints[name] = checkpoint
+        return checkpoint
+
+    def forget(self, name: str) -> bool:
+        """Let a point go; whether there was one."""
+        known = self.checkpoints.pop(name, None)
+        if known is not None:
+            self._changes.checkpoints.pop(name, None)
+            self._changes.forgotten.add(name)
+        return known is not None
+
+    def rewind(self, checkpoint: Checkpoint, ended: Sequence[Group], *, now: float) -> Bumped:
+        """Go back to `checkpoint`: as a reset to its version, and the groups that `ended` since are pending again.
+
+        `ended`: every group whose end number is above the checkpoint's. Later checkpoints are removed.
+        """
+        if len(ended) != len({g.seq for g in ended}) or any((g.end_number or 0) <= checkpoint.ends for g in ended):
+            raise ValueError("only groups that ended after the checkpoint are opened again, each once")
+        previous, in_flight = self.version, self.in_flight
+        self.version = checkpoint.policy_version
+        self._paced.clear()
+        self._changes.run = True
+        self._reset(now)
+        for group in ended:
+            self._apply(group, lifecycle.Rewound(), now)
+        for other in list(self.checkpoints.values()):
+            if other.number > checkpoint.number:
+                self.forget(other.name)
+        return Bumped(
+            version=self.version,
+            previous=previous,
+            stale_groups=0,
+            aborted_rollouts=in_flight - self.in_flight,
+        )
 
     # dispatch
 
@@ -488,6 +539,9 @@ class Scheduler:
 
     def _apply(self, group: Group, event: Event, now: float) -> Group:
         after, effects = lifecycle.apply(group, event, policy=self.policy.group, now=now)
+        if after.state.terminal:
+            self.ends += 1
+            after = replace(after, end_number=self.ends)
         self._leave(group)
         self._enter(after)
         changes = self._changes
@@ -566,6 +620,14 @@ class Scheduler:
         error = group.error or f"dropped: {group.reason}"
         self.halt = Halt(reason=reason, group_id=group.group_id, engine=group.engine, error=error, since=now)
         self._changes.effects.append(self.halt)
+
+
+class NameTaken(Exception):
+    """A checkpoint of that name stands for another point; nothing was changed."""
+
+    def __init__(self, known: Checkpoint) -> None:
+        super().__init__(f"checkpoint {known.name!r} stands for version {known.policy_version} and {known.ends} ends")
+        self.known = known
 
 
 class NotHeld(Exception):

@@ -1,6 +1,8 @@
 """The one writer between the pure core and everything that waits, stores or talks."""
 
-from rollout_service.orchestrator.orchestrator import HungUp, Orchestrator
+from rollout_service.orchestrator.checkpoint_calls import Rewound
+from rollout_service.orchestrator.lease_calls import HungUp
+from rollout_service.orchestrator.orchestrator import Orchestrator
 from rollout_service.orchestrator.views import (
     GroupView,
     LeaseAnswer,
@@ -18,6 +20,7 @@ __all__ = [
     "LeaseRequest",
     "LeaseStatus",
     "Orchestrator",
+    "Rewound",
     "Rules",
     "StatusView",
     "Submission",

@@ -14,8 +14,8 @@ from functools import partial
 
 import structlog
 
-from rollout_service.core.changes import Halt, Moved
-from rollout_service.core.group import Group, Lease, LeaseState
+from rollout_service.core.changes import Bumped, Halt, Moved
+from rollout_service.core.group import Checkpoint, Group, LeaseState
 from rollout_service.core.lifecycle import EventKind, StartRollouts, StartScoring, StopRollouts, StopScoring
 from rollout_service.core.model import (
     DropReason,
@@ -28,12 +28,14 @@ from rollout_service.core.model import (
 from rollout_service.core.records import Batch, GroupScore, NewGroup, RunState, Snapshot
 from rollout_service.core.scheduler import Policy, Scheduler
 from rollout_service.core.scoring import ScoringRules, judge
-from rollout_service.errors import Halted, ShuttingDown, StoreUnavailable
+from rollout_service.errors import ShuttingDown, StoreUnavailable
 from rollout_service.orchestrator.committer import Committer
 from rollout_service.orchestrator.gate import PauseGate
 from rollout_service.orchestrator.parts import Clock, Engines, Observer, RolloutRunner, Scorer
+from rollout_service.orchestrator.prompt_memory import PromptMemory
+from rollout_service.orchestrator.serving import Serving
+from rollout_service.orchestrator.survivors import Survivors
 from rollout_service.orchestrator.views import LeaseStatus
-from rollout_service.orchestrator.waiters import Line, Waiter
 from rollout_service.orchestrator.work import Outcome, RolloutKey, Work
 from rollout_service.store.protocol import Store
 
@@ -43,8 +45,6 @@ RELOAD_FIRST_S, RELOAD_MOST_S = 0.25, 5.0
 """Between two tries to reach the store again: quick for a hiccup, seldom enough not to load a full disk."""
 STOP_WORK_S = 3.0
 """How long ended rollouts may take to close their connections; a stop as a whole has 10 s."""
-LOAD_CHUNK = 1000
-"""Prompts read at once at a start: bounds the memory of one answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,14 +72,12 @@ class Writer:
         new_id: Callable[[], str],
     ) -> None:
         self._rules, self._store, self._engines = rules, store, engines
-        self._observer, self._clock, self._new_id = observer, clock, new_id
+        self._observer, self._clock = observer, clock
         self.core = Scheduler(rules.policy)
         self.run = RunState()
-        self.prompts: dict[int, Prompt] = {}
-        self.prompt_bytes = 0
-        self.keys: dict[tuple[str, int], tuple[int, bytes]] = {}
-        """Identity -> (seq, digest) of outstanding groups and of those whose end is not committed yet."""
-        self.line = Line()
+        self.prompts = PromptMemory()
+        self._serving = Serving(self, observer, new_id)
+        self.line = self._serving.line
         self.broken: StoreUnavailable | None = None
         self.closing = False
         self.turned = asyncio.Event()
@@ -94,9 +92,7 @@ class Writer:
             unreadable=self._unreadable,
         )
         self.committer = Committer(store, on_failure=self._on_failure, on_commit=observer.committed)
-        self._finished: dict[tuple[int, int], dict[int, FinishedRollout]] = {}
-        self._tokens: dict[int, int] = {}
-        self._means: dict[int, float | None] = {}
+        self.survivors = Survivors()
         self._opening: set[tuple[int, int]] = set()
         self._turn_planned = False
         self._timer: asyncio.TimerHandle | None = None
@@ -108,7 +104,7 @@ class Writer:
     async def start(self) -> None:
         await self._store.open()
         self._take(await self._store.load())
-        await self._load_prompts()
+        await self.prompts.load(self._store, self.core.groups)
         self.committer.start()
         self.turn()
 
@@ -130,6 +126,10 @@ class Writer:
         await self.committer.stop()
         await self._store.close()
 
+    def now(self) -> float:
+        """Unix seconds."""
+        return self._clock()
+
     def require_open(self) -> None:
         """Raises where a call could not be made durable."""
         if self.closing:
@@ -138,24 +138,10 @@ class Writer:
             raise StoreUnavailable(f"the store cannot commit: {self.broken}")
 
     def _take(self, snapshot: Snapshot) -> None:
+        self.prompts = PromptMemory()
         self.core = Scheduler(self._rules.policy)
         self.run = snapshot.run
         self.core.load(snapshot, now=self._clock())
-
-    async def _load_prompts(self) -> None:
-        self.prompts, self.prompt_bytes, self.keys = {}, 0, {}
-        seqs = sorted(self.core.groups)
-        for start in range(0, len(seqs), LOAD_CHUNK):
-            for payload in await self._store.payloads(seqs[start : start + LOAD_CHUNK]):
-                if payload.prompt is not None:
-                    self._remember(payload.group.seq, payload.prompt)
-        keys = {(group.prompt_id, group.epoch) for group in self.core.groups.values()}
-        for key, known in (await self._store.find_prompts(keys)).items() if keys else ():
-            self.keys[key] = (known.seq, known.digest)
-
-    def _remember(self, seq: int, prompt: Prompt) -> None:
-        self.prompts[seq] = prompt
-        self.prompt_bytes += prompt_size(prompt)
 
     # the turn
 
@@ -167,7 +153,7 @@ class Writer:
         now = self._clock()
         core = self.core
         core.expire(now=now)
-        self._serve(now)  # before dispatch: what goes out makes room for groups to open
+        self._serving.serve(now)  # before dispatch: what goes out makes room for groups to open
         capacity = self._engines.healthy_capacity()
         core.dispatch(now=now, capacity=capacity)
         self._watch_engines(capacity, now)
@@ -188,8 +174,8 @@ class Writer:
         self.core.submit(entry.group for entry in new.values())
         self.committer.batch.new_groups.update(new)
         for seq, entry in new.items():
-            self._remember(seq, entry.prompt)
-            self.keys[entry.group.prompt_id, entry.group.epoch] = (seq, entry.digest)
+            self.prompts.add(seq, entry.prompt)
+            self.prompts.keys[entry.group.prompt_id, entry.group.epoch] = (seq, entry.digest)
 
     def read_to(self, position: int, fingerprint: str | None = None) -> None:
         """The prompts file was read up to `position`; committed with what was made of it."""
@@ -199,6 +185,15 @@ class Writer:
             prompts_fingerprint=self.run.prompts_fingerprint if fingerprint is None else fingerprint,
         )
         self.committer.batch.run = self.run = self.core.run_state(self.run)
+
+    def reopen(self, checkpoint: Checkpoint, ended: Mapping[int, tuple[Group, Prompt]]) -> Bumped:
+        """Rewind the core to `checkpoint`; `ended`: every group that ended since, with its prompt."""
+        self.seal_leases()
+        bumped = self.core.rewind(checkpoint, [group for group, _ in ended.values()], now=self._clock())
+        for seq, (_, prompt) in ended.items():
+            self.prompts.add(seq, prompt)
+        self.committer.batch.forget_payloads.difference_update(ended)  # they are needed again
+        return bumped
 
     def seal_leases(self) -> None:
         """Have leases not yet handed to the store commit before what comes next.
@@ -215,6 +210,10 @@ class Writer:
         batch = self.committer.batch
         batch.groups.update(changes.groups)
         batch.leases.update(changes.leases)
+        for name in changes.forgotten:
+            batch.checkpoints.pop(name, None)
+            batch.forget_checkpoints.add(name)
+        batch.checkpoints.update(changes.checkpoints)
         if changes.run:
             self.run = batch.run = self.core.run_state(self.run)
         if changes.new_attempts:
@@ -283,8 +282,7 @@ class Writer:
         if isinstance(outcome, FinishedRollout):
             counted = self.core.finish(seq, attempt, index, outcome.payload_bytes, now=now)
             if counted:
-                self._finished.setdefault((seq, attempt), {})[index] = outcome
-                self._tokens[seq] = self._tokens.get(seq, 0) + outcome.output_tokens
+                self.survivors.add(seq, attempt, outcome)
             else:
                 self._observer.tokens_wasted(outcome.output_tokens, "late")
         else:
@@ -311,14 +309,7 @@ class Writer:
         self.work.start_scoring(group, partial(self._score_job, group))
 
     async def _score_job(self, group: Group) -> ScoreJob:
-        """The survivors, from memory, or from the store where a restart lies between."""
-        here = self._finished.get((group.seq, group.attempt), {})
-        if len(here) < len(group.finished):
-            (payload,) = await self._store.payloads([group.seq])
-            stored = {i: r for i, r in payload.rollouts.items() if isinstance(r, FinishedRollout)}
-            here = {**stored, **here}
-            self._tokens[group.seq] = sum(rollout.output_tokens for rollout in here.values())
-        rollouts = tuple(here[index] for index in sorted(group.finished))
+        rollouts = await self.survivors.of(group, self._store)
         return ScoreJob(
             group_id=group.group_id,
             attempt=group.attempt,
@@ -339,8 +330,7 @@ class Writer:
             return
         if drop is None and score is not None:
             self.committer.batch.scores[group.seq, group.attempt] = score
-            self._means[group.seq] = score.mean
-        self._finished.pop((group.seq, group.attempt), None)
+            self.survivors.scored(group.seq, group.attempt, score.mean)
         self.touch()
 
     # what moved
@@ -348,78 +338,17 @@ class Writer:
     def _moved(self, moved: Moved) -> None:
         seq, before, after = moved.after.seq, moved.before, moved.after
         if before.attempt != after.attempt or after.state.terminal:
-            self._finished.pop((seq, before.attempt), None)
-            tokens = self._tokens.pop(seq, 0)
+            tokens = self.survivors.end(seq, before.attempt)
             wasted = _why_wasted(moved)
             if tokens and wasted is not None:
                 self._after_commit(partial(self._observer.tokens_wasted, tokens, wasted))
         if after.state.terminal:
-            self._means.pop(seq, None)
-            prompt = self.prompts.pop(seq, None)
-            if prompt is not None:
-                self.prompt_bytes -= prompt_size(prompt)
+            self.prompts.discard(seq)
             holder = before.lease_id or after.acked_by
             if holder not in self.core.leases:  # else its payload stays for a replay of the lease, until that ends
                 self.committer.batch.forget_payloads.add(seq)
-            self._after_commit(partial(self._forget_key, (after.prompt_id, after.epoch)))
+            self._after_commit(partial(self.prompts.forget_key, (after.prompt_id, after.epoch)))
         self._after_commit(partial(self._observer.group_moved, moved))
-
-    def _forget_key(self, key: tuple[str, int]) -> None:
-        self.keys.pop(key, None)
-
-    # leases
-
-    def _serve(self, now: float) -> None:
-        core, line = self.core, self.line
-        while (waiter := line.first()) is not None:
-            request = waiter.request
-            lease = core.lease(
-                self._new_id(),
-                max_groups=request.max_groups,
-                min_groups=request.min_groups,
-                lease_s=request.lease_s,
-                request_id=request.request_id,
-                consumer=request.consumer,
-                now=now,
-            )
-            if lease is None:
-                break
-            line.grant(waiter, lease)
-            self.collect()
-            self.committer.after_commit(partial(self._granted, waiter, lease), partial(line.settle, waiter))
-        for waiter in line:
-            ending = self._end_of_wait()
-            if ending is not None:
-                self.committer.after_commit(partial(line.settle, waiter, ending), partial(line.settle, waiter))
-                line.leave(waiter)
-
-    def _end_of_wait(self) -> LeaseStatus | Halted | None:
-        """What to tell callers for whom nothing will come."""
-        halt = self.core.halt
-        if halt is not None:
-            return Halted(
-                f"halted: {halt.reason}; last: {halt.group_id} at {halt.engine or 'no engine'}: {halt.error}. "
-                "POST /resume goes on.",
-                reason=halt.reason,
-                group_id=halt.group_id,
-                engine=halt.engine,
-                error=halt.error,
-            )
-        return LeaseStatus.EXHAUSTED if self.core.exhausted else None
-
-    def _granted(self, waiter: Waiter, lease: Lease) -> None:
-        for seq, _ in lease.groups:
-            group = self.core.groups.get(seq)
-            if group is not None and group.version is not None:
-                self._observer.group_delivered(
-                    staleness=lease.policy_version - group.version,
-                    tokens=self._tokens.get(seq, 0),
-                    reward_mean=self._means.get(seq),
-                )
-        self.line.settle(waiter, lease)
-        if not waiter.callers and waiter.request.request_id is None:  # nobody is there to take it (design 4.2)
-            self.core.release(lease.lease_id, None, now=self._clock())
-            self.touch()
 
     # time
 
@@ -470,7 +399,7 @@ class Writer:
         while True:
             try:
                 self._take(await self._store.load())
-                await self._load_prompts()
+                await self.prompts.load(self._store, self.core.groups)
                 await self._store.commit(probe_batch(self.run))
                 break
             except StoreUnavailable as error:
@@ -480,9 +409,7 @@ class Writer:
                 self.broken = StoreUnavailable(repr(error))
             await asyncio.sleep(pause)
             pause = min(2 * pause, RELOAD_MOST_S)
-        self._finished.clear()
-        self._tokens.clear()
-        self._means.clear()
+        self.survivors = Survivors()
         self._opening.clear()
         self.committer.start()
         self.broken = None
@@ -493,13 +420,6 @@ class Writer:
 def probe_batch(run: RunState) -> Batch:
     """A commit that changes nothing, to learn whether the store commits."""
     return Batch(run=run)
-
-
-def prompt_size(prompt: Prompt) -> int:
-    """Bytes a prompt takes in memory, roughly; a measure for bounds, not an account."""
-    size = 512 + len(prompt.text or "") + 4 * len(prompt.token_ids or ())
-    size += sum(len(str(message)) for message in prompt.messages or ())
-    return size + sum(len(str(value)) for value in prompt.columns.values())
 
 
 def _why_wasted(moved: Moved) -> str | None:

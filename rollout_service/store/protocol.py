@@ -51,3 +51,6 @@ class Store(Protocol):
 
     async def lease_by_request(self, request_id: str) -> Lease | None:
         """The newest lease made for `request_id`."""
+
+    async def ended_since(self, ends: int) -> Sequence[int]:
+        """Seqs of the groups whose end number is above `ends`, in the order they ended."""

@@ -124,7 +124,7 @@ def _standing(group: Group) -> Iterator[str]:
         yield f"{name}: {state}, held by {group.lease_id}, acked by {group.acked_by}"
     if (group.reason is None) is (state is S.DROPPED):
         yield f"{name}: {state} for {group.reason}"
-    if any(not 0 <= row < group.num_generations for row in group.rows):
+    if len(set(group.rows)) < len(group.rows) or any(not 0 <= row < group.num_generations for row in group.rows):
         yield f"{name}: rows {group.rows} of {group.num_generations}"
     if state in _SETTLED and (group.waiting or group.running):
         yield f"{name}: {state} with unsettled rows"

@@ -18,7 +18,10 @@ WAITING, FINISHED, FAILED, USED_UP = "w", "f", "x", "-"
 
 
 def rows_text(group: Group) -> str:
-    """One letter a row of the whole prompt: waiting or in flight, finished, failed, used up by an earlier attempt."""
+    """One letter a row of the whole prompt: waiting or in flight, finished, failed, used up by an earlier attempt.
+
+    Raises ValueError where a row stands in two places or the prompt has no such row.
+    """
     letters = [USED_UP] * group.num_generations
     for rows, letter in (
         (group.waiting, WAITING),
@@ -27,6 +30,8 @@ def rows_text(group: Group) -> str:
         (group.failed, FAILED),
     ):
         for row in rows:
+            if not 0 <= row < group.num_generations or letters[row] != USED_UP:
+                raise ValueError(f"{group.group_id}: row {row} stands in two places, or the prompt has no such row")
             letters[row] = letter
     return "".join(letters)
 

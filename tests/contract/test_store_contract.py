@@ -415,6 +415,8 @@ REFUSED = {
     "a ready group without a version": Batch(groups={1: replace(ready(1), version=None)}),
     "a negative version": Batch(groups={2: generating(2, version=-1)}),
     "a ready group with rows in wait": Batch(groups={2: replace(generating(2), state=S.READY)}),
+    "a row in two places": Batch(groups={2: generating(2, failed=frozenset({1}))}),
+    "a row the prompt does not have": Batch(groups={2: generating(2, running=frozenset({N}))}),
     "a ready group that is held": Batch(groups={1: ready(1, lease_id="used-l")}),
     "a leased group nobody holds": Batch(groups={1: replace(ready(1), state=S.LEASED)}),
     "an acked group without its lease": Batch(groups={1: replace(ready(1), state=S.ACKED)}),

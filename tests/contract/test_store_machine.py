@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hypothesis import Phase, HealthCheck, event, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -29,7 +29,8 @@ SHM = "/dev/shm"  # noqa: S108  # mkdtemp makes a folder of its own there
 SEQS = st.integers(1, 6)
 NOW = st.sampled_from([True, True, False])
 """Whether a step is committed by itself or joins the next one's batch."""
-LEASES = st.sampled_from(["l1", "l2", "l3", "l4"])
+LEASE_IDS = ("l1", "l2", "l3", "l4")
+LEASES = st.sampled_from(LEASE_IDS)
 REQUESTS = st.sampled_from(["r1", "r2", None, None])
 
 
@@ -48,6 +49,8 @@ class Stores(RuleBasedStateMachine):
         """As committed, ended ones included."""
         self.ended_acked: set[tuple[int, int]] = set()
         self.version = 0
+        self.by_hand = False
+        """A standing was written as leased without a lease being made: the store cannot know better."""
 
     def wait(self, what: Awaitable[T]) -> T:
         async def inside() -> T:
@@ -92,12 +95,14 @@ class Stores(RuleBasedStateMachine):
         self.put(seq, S.GENERATING, waiting=waiting, running=frozenset(rows), version=self.version)
         self.commit_if(now)
 
-    @rule(seq=SEQS, state=st.sampled_from([S.SCORING, S.READY]), version=st.integers(0, 3), now=NOW)
-    def settle_all(self, seq: int, state: GroupState, version: int, now: bool = False) -> None:
-        self.put(seq, state, finished=frozenset(ROWS), version=version)
-        for row in ROWS:
-            self.settle(seq, row, True, 0)
-        self.batch.scores[seq, self.standing(seq).attempt] = score()
+    @rule(seq=SEQS, state=st.sampled_from([S.SCORING, S.READY, S.READY]), age=st.integers(0, 3), now=NOW)
+    def settle_all(self, seq: int, state: GroupState, age: int, now: bool = False) -> None:
+        """As a new attempt, because rows of the current one may be settled already."""
+        attempt = self.standing(seq).attempt + 1
+        self.put(seq, state, attempt=attempt, finished=frozenset(ROWS), version=max(0, self.version - age))
+        self.batch.rollouts.update({(seq, attempt, row): finished(row) for row in ROWS})
+        self.batch.scores[seq, attempt] = score()
+        self.batch.forget_attempts.add(seq)
         self.commit_if(now)
 
     @rule(seq=SEQS, row=st.integers(0, N), ok=st.booleans(), off=st.sampled_from([0, 0, 0, 0, -1, 1]), now=NOW)
@@ -122,18 +127,29 @@ class Stores(RuleBasedStateMachine):
 
     @rule(seq=SEQS, state=st.sampled_from(list(S)), version=st.none() | st.integers(0, 3), holder=st.none() | LEASES)
     def anything(self, seq: int, state: GroupState, version: int | None, holder: str | None) -> None:
+        self.by_hand = self.by_hand or state is S.LEASED
         self.put(seq, state, version=version, lease_id=holder)
 
     @rule(lease_id=LEASES, request=REQUESTS, seqs=st.sets(SEQS, min_size=1, max_size=2), now=NOW)
     def take(self, lease_id: str, request: str | None, seqs: set[int], now: bool = False) -> None:
-        """Of groups as they are: often not ready, sometimes too old, sometimes held by another lease."""
+        """Of ready groups where there are some, else of groups as they are; some are too old, some held already."""
+        seqs = {seq for seq in seqs if self.standing(seq).state is S.READY} or seqs
         attempts = {seq: self.standing(seq).attempt for seq in seqs}
         made = lease(lease_id, *sorted(seqs), request_id=request, policy_version=self.version)
         self.batch.leases[lease_id] = replace(made, groups=tuple(sorted(attempts.items())))
         for seq in seqs:
             if self.standing(seq).state is S.READY:
-                self.put(seq, S.LEASED, lease_id=lease_id)
+                self.put(seq, S.LEASED, lease_id=lease_id, finished=frozenset(ROWS))
         self.commit_if(now)
+
+    @rule(seqs=st.sets(SEQS, min_size=1, max_size=2), age=st.integers(0, 3), lease_id=LEASES, request=REQUESTS)
+    def deliver(self, seqs: set[int], age: int, lease_id: str, request: str | None) -> None:
+        """What a run is made of: groups are scored, then leased."""
+        self.commit()
+        for seq in seqs & self.standings.keys():
+            self.settle_all(seq, S.READY, age)
+        self.commit()
+        self.take(lease_id, request, seqs, now=True)
 
     @rule(lease_id=LEASES, ack=st.booleans(), now=NOW)
     def finish(self, lease_id: str, ack: bool, now: bool = False) -> None:
@@ -143,7 +159,7 @@ class Stores(RuleBasedStateMachine):
         self.batch.leases[lease_id] = replace(known, state=LeaseState.ENDED, expires_at=known.expires_at + 1)
         for seq, _ in known.groups:
             if self.standing(seq).lease_id == lease_id:
-                self.put(seq, S.ACKED if ack else S.READY, acked_by=lease_id if ack else None)
+                self.put(seq, S.ACKED if ack else S.READY, acked_by=lease_id if ack else None, finished=frozenset(ROWS))
                 if ack:
                     self.batch.forget_payloads.add(seq)
         self.commit_if(now)
@@ -155,7 +171,9 @@ class Stores(RuleBasedStateMachine):
 
     def put(self, seq: int, state: GroupState, **changed: Any) -> None:
         now = self.standing(seq)
-        plain = {"waiting": (), "running": frozenset(), "lease_id": None, "acked_by": None, "reason": None}
+        nothing: frozenset[int] = frozenset()
+        plain = {"waiting": (), "running": nothing, "finished": nothing, "failed": nothing}
+        plain |= {"lease_id": None, "acked_by": None, "reason": None}
         self.batch.groups[seq] = replace(now, **{**plain, "state": state, **changed})
 
     # --- what happens to it
@@ -176,7 +194,7 @@ class Stores(RuleBasedStateMachine):
             except StoreUnavailable:
                 outcomes.append("refused")
         assert outcomes[0] == outcomes[1]
-        event(outcomes[0] + (" with a lease" if batch.leases else ""))
+        event(outcomes[0] + (" with leases" if batch.leases else ""))
         if outcomes[0] == "refused":
             assert self.snapshot() == before
         self.learn()
@@ -226,20 +244,29 @@ class Stores(RuleBasedStateMachine):
 
     @invariant()
     def they_agree_and_what_is_held_is_held_once(self) -> None:
-        loaded = self.snapshot()
+        loaded, *_, leases = self.same(_everything)
         assert tuple(group for _, group in sorted(self.standings.items()) if not group.state.terminal) == loaded.groups
-        self.same(lambda store: store.payloads(range(1, 7)))
-        self.same(lambda store: store.list_groups((), after=0, limit=99))
-        self.same(lambda store: store.list_groups({S.READY, S.STALE, S.ACKED}, after=1, limit=3))
-        self.same(lambda store: store.find_prompts([(f"prompt-{seq}", 0) for seq in range(1, 7)]))
-        for request in ("r1", "r2"):
-            self.same(lambda store, request=request: store.lease_by_request(request))
+        known = {made.lease_id: made for made in leases if made is not None}
         for group in loaded.groups:
             if group.state is S.LEASED:
-                holder = self.same(lambda store, group=group: store.lease(group.lease_id))
-                assert holder is not None
-        orphans = self.wait(self.sqlite._read(lambda c: c.execute(ORPHANS).fetchone()))
+                assert (group.seq, group.attempt) in known[group.lease_id].groups or self.by_hand
+        orphans = self.wait(self.sqlite._read(lambda connection: connection.execute(ORPHANS).fetchone()))
         assert orphans == (0,)
+
+
+async def _everything(store: Store) -> list[Any]:
+    """All a store says, leases last."""
+    answers = await asyncio.gather(
+        store.load(),
+        store.payloads(range(1, 7)),
+        store.list_groups((), after=0, limit=99),
+        store.list_groups({S.READY, S.STALE, S.ACKED}, after=1, limit=3),
+        store.find_prompts([(f"prompt-{seq}", 0) for seq in range(1, 7)]),
+        store.lease_by_request("r1"),
+        store.lease_by_request("r2"),
+        *(store.lease(lease_id) for lease_id in LEASE_IDS),
+    )
+    return [*answers[:-4], answers[-4:]]
 
 
 ORPHANS = """
@@ -248,9 +275,8 @@ SELECT (SELECT count(*) FROM payloads WHERE id NOT IN (SELECT payload_id FROM ro
 """
 
 Stores.TestCase.settings = settings(
-    phases=[Phase.reuse, Phase.generate],
     max_examples=25,
-    stateful_step_count=30,
+    stateful_step_count=20,
     deadline=None,  # every commit syncs a real disk
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -199,6 +199,7 @@ def test_a_halt_raises_in_the_loop_after_what_was_leased_before(service, connect
         train()
     assert found == [["g0", "g1", "g2"], ["g3", "g4"]]
     assert service.acked == ["g0", "g1", "g2", "g3", "g4"]
+    assert service.seen[-1].path.endswith("/ack")  # and no lease is looked for that a halt did not make
 
 
 def test_a_service_that_stays_away_raises_in_the_loop(service, connect):

@@ -275,9 +275,9 @@ async def test_waiting_callers_are_served_first_come_first_served():
             await until(lambda: door.status().waiting_lease_calls == len(callers))
         await door.submit([submission(key) for key in "abc"])
         await until(lambda: len(harness.runner.held) == 12)
-        for group_id in ("g-3", "g-1", "g-2"):
+        for served, group_id in enumerate(("g-3", "g-1", "g-2"), 1):
             harness.runner.release(group_id)
-            await until(lambda: len(order) == ("g-3", "g-1", "g-2").index(group_id) + 1)
+            await until(lambda served=served: len(order) == served)
         await asyncio.gather(*callers)
         assert order == [0, 1, 2]
 

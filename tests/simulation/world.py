@@ -1,4 +1,4 @@
-"""A whole run on a virtual clock: real orchestrator, fleet, retries and memory store; scripted engines, trainer, faults.
+"""A whole run on a virtual clock: real orchestrator, fleet, retries, memory store; scripted engines, trainer, faults.
 
 One seed draws everything: latencies, 5xx, hangs, cut connections, bad answers, engines that go down or ignore aborts,
 bumps, lost answers, trainers that die with a lease, releases, cancels, pauses, commits that fail, kills. The trainer
@@ -8,6 +8,7 @@ keeps a history and the world checks it: see `History`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 from array import array
@@ -429,10 +430,8 @@ class World:
                 await asyncio.sleep(self.rng.uniform(1.0, 10.0))
                 await self.insist("resume")
             if self.draw("cancel", 0.15):
-                try:
+                with contextlib.suppress(Lost, NotFound, Conflict, Unavailable):
                     await self.call(self.door.cancel, f"g-{self.rng.randint(1, self.prompts)}")
-                except (Lost, NotFound, Conflict, Unavailable):
-                    pass
             if self.draw("failed_commit", 0.15):
                 self.store.fail_commits = StoreUnavailable("disk full")
                 store = self.store

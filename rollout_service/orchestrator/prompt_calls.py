@@ -1,0 +1,118 @@
+"""Taking prompts: all or nothing, each identity once, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+
+from rollout_service.core.group import Group, group_id
+from rollout_service.core.model import Prompt
+from rollout_service.core.records import NewGroup
+from rollout_service.errors import Conflict, InvalidField, QueueFull
+from rollout_service.orchestrator.calls import Calls
+from rollout_service.orchestrator.parts import Clock
+from rollout_service.orchestrator.prompt_memory import prompt_size
+from rollout_service.orchestrator.views import Submission
+from rollout_service.orchestrator.writer import Rules, Writer
+from rollout_service.store.protocol import Store
+
+
+class PromptCalls(Calls):
+    def __init__(self, writer: Writer, store: Store, rules: Rules, clock: Clock) -> None:
+        super().__init__(writer, store, rules, clock)
+        self._submitting = asyncio.Lock()
+
+    @property
+    def max_pending_groups(self) -> int:
+        return self._rules.policy.max_pending_groups
+
+    async def take(
+        self, submissions: Sequence[Submission], *, final: bool = False, read_position: int | None = None
+    ) -> list[tuple[str, str]]:
+        """As `submit`, for the prompts file too: `read_position` is committed together with the groups."""
+        writer = self._writer
+        async with self._submitting:
+            writer.require_open()
+            known = await self._known({(s.prompt.prompt_id, s.prompt.epoch) for s in submissions})
+            writer.require_open()
+            seqs, new = self._number(submissions, known)
+            self._check_room(new)
+            if new:
+                writer.submit(new)
+            if final and not writer.core.final:
+                writer.core.finish_input()
+            if read_position is not None:
+                writer.read_to(read_position)
+            writer.turn()
+            await writer.committer.committed()
+        return [(group_id(seq), s.prompt.prompt_id) for seq, s in zip(seqs, submissions, strict=True)]
+
+    async def _known(self, keys: Collection[tuple[str, int]]) -> Mapping[tuple[str, int], tuple[int, bytes]]:
+        here = self._writer.prompts.keys
+        missing = [key for key in keys if key not in here]
+        stored = await self._store.find_prompts(missing) if missing else {}
+        return {key: (found.seq, found.digest) for key, found in stored.items()} | {
+            key: here[key] for key in keys if key in here
+        }
+
+    def _number(
+        self, submissions: Sequence[Submission], known: Mapping[tuple[str, int], tuple[int, bytes]]
+    ) -> tuple[list[int], dict[int, NewGroup]]:
+        """The seq of every submission, and those that are new. Raises Conflict for a known identity, other content."""
+        now, core = self._clock(), self._writer.core
+        seen = dict(known)
+        seqs: list[int] = []
+        new: dict[int, NewGroup] = {}
+        for submission in submissions:
+            prompt = submission.prompt
+            key = (prompt.prompt_id, prompt.epoch)
+            if key not in seen:
+                if core.final:
+                    raise Conflict(
+                        f"prompt {prompt.prompt_id!r} came after the last one: the input was declared final",
+                        prompt_id=prompt.prompt_id,
+                    )
+                seq = core.last_seq + len(new) + 1
+                seen[key] = (seq, submission.digest)
+                new[seq] = NewGroup(group=_new_group(seq, prompt, now), prompt=prompt, digest=submission.digest)
+            seq, digest = seen[key]
+            if digest != submission.digest:
+                raise Conflict(
+                    f"prompt {prompt.prompt_id!r} of epoch {prompt.epoch} is {group_id(seq)} with other content",
+                    prompt_id=prompt.prompt_id,
+                    group_id=group_id(seq),
+                )
+            seqs.append(seq)
+        return seqs, new
+
+    def _check_room(self, new: Mapping[int, NewGroup]) -> None:
+        """Pending groups are bounded in number and, with all outstanding prompts, in bytes (design 4.7)."""
+        policy, writer = self._rules.policy, self._writer
+        if len(new) > policy.max_pending_groups:
+            raise InvalidField(
+                f"prompts: {len(new)} new ones in a call, but groups.max_pending_groups is {policy.max_pending_groups}"
+            )
+        if writer.core.pending + len(new) > policy.max_pending_groups:
+            raise QueueFull(
+                f"{writer.core.pending} groups are pending and {len(new)} more would exceed groups.max_pending_groups "
+                f"= {policy.max_pending_groups}; send them again later",
+                pending=writer.core.pending,
+            )
+        size = sum(prompt_size(entry.prompt) for entry in new.values())
+        if new and writer.prompts and writer.prompts.size + size > policy.max_ready_bytes:
+            raise QueueFull(
+                f"prompts of outstanding groups take {writer.prompts.size} bytes and {size} more would exceed "
+                f"groups.max_ready_bytes = {policy.max_ready_bytes}; send them again later"
+            )
+
+
+def _new_group(seq: int, prompt: Prompt, now: float) -> Group:
+    return Group(
+        seq=seq,
+        prompt_id=prompt.prompt_id,
+        epoch=prompt.epoch,
+        num_generations=prompt.num_generations,
+        waiting=tuple(range(prompt.num_generations)),
+        submitted_at=now,
+        changed_at=now,
+    )

@@ -1,0 +1,57 @@
+"""Prompts of outstanding groups in memory, and the identities known without asking the store.
+
+What always holds: `size` is the sum over the prompts held; an identity stays known here until its group's end is
+committed, from when on the store knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from rollout_service.core.model import Prompt
+from rollout_service.store.protocol import Store
+
+LOAD_CHUNK = 1000
+"""Prompts read at once at a start: bounds the memory of one answer."""
+
+
+class PromptMemory:
+    def __init__(self) -> None:
+        self.size = 0
+        """Bytes, by `prompt_size`."""
+        self.keys: dict[tuple[str, int], tuple[int, bytes]] = {}
+        """Identity -> (seq, digest)."""
+        self._prompts: dict[int, Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, seq: int) -> Prompt:
+        return self._prompts[seq]
+
+    def add(self, seq: int, prompt: Prompt) -> None:
+        self._prompts[seq] = prompt
+        self.size += prompt_size(prompt)
+
+    def discard(self, seq: int) -> None:
+        prompt = self._prompts.pop(seq, None)
+        if prompt is not None:
+            self.size -= prompt_size(prompt)
+
+    def forget_key(self, key: tuple[str, int]) -> None:
+        self.keys.pop(key, None)
+
+    async def load(self, store: Store, seqs: Collection[int]) -> None:
+        """Read the prompts of `seqs`. Raises StoreUnavailable."""
+        ordered = sorted(seqs)
+        for start in range(0, len(ordered), LOAD_CHUNK):
+            for payload in await store.payloads(ordered[start : start + LOAD_CHUNK]):
+                if payload.prompt is not None:
+                    self.add(payload.group.seq, payload.prompt)
+
+
+def prompt_size(prompt: Prompt) -> int:
+    """Bytes a prompt takes in memory, roughly; a measure for bounds, not an account."""
+    size = 512 + len(prompt.text or "") + 4 * len(prompt.token_ids or ())
+    size += sum(len(str(message)) for message in prompt.messages or ())
+    return size + sum(len(str(value)) for value in prompt.columns.values())

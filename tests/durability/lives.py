@@ -1,0 +1,139 @@
+"""One service process after the other, forked from a process that has imported everything: a start takes milliseconds.
+
+What always holds: each life is `rollout-service serve` in a process of its own, which ends by itself, by a signal, or
+when the test process does; the next one begins after the end of the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from tests.durability.crashing import Kind, Moment, Point, install
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Lives:
+    """Use as a context manager; one life at a time."""
+
+    def __enter__(self) -> Lives:
+        environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.durability.lives"],
+            cwd=REPOSITORY,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid: int | None = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGKILL)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+    async def begin(self, directory: Path, *arguments: str, point: Point | None = None) -> None:
+        """Run the command line with `arguments` in `directory`; its output is added to `service.log` there."""
+        assert self.pid is None, "one life at a time"
+        order = {
+            "directory": str(directory),
+            "arguments": list(arguments),
+            "point": None if point is None else asdict(point),
+        }
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.write(json.dumps(order) + "\n")
+        stdin.flush()
+        self.pid = int((await self._said())["pid"])
+
+    def signal(self, number: int) -> None:
+        """To the life there is, if there is one."""
+        if self.pid is not None:
+            os.kill(self.pid, number)  # not reaped before `ended` reads its end, so it is no other process
+
+    async def ended(self) -> int:
+        """Wait for the end; the exit code, or minus the signal."""
+        said = await self._said()
+        self.pid = None
+        return int(said["code"])
+
+    async def _said(self) -> dict[str, Any]:
+        stdout = self._process.stdout
+        assert stdout is not None
+        line = await asyncio.to_thread(stdout.readline)
+        assert line, "the process that starts services has ended"
+        return dict(json.loads(line))
+
+
+def report_of(directory: Path) -> Path:
+    """Where a life that ends at its point says so."""
+    return directory / "crash.json"
+
+
+def main() -> None:
+    """Orders in by lines on stdin, `{"pid"}` and `{"code"}` out."""
+    from rollout_service import app, checks, cli, server, settings
+
+    del app, checks, server, settings  # imported to be there in every life
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _live(order, cli)
+        _say(sys.stdout, pid=pid)
+        # Waited for without reaping, so that the pid stays taken until the test has heard of the end.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        _, status = os.waitpid(pid, 0)
+        _say(sys.stdout, code=os.waitstatus_to_exitcode(status))
+
+
+def _live(order: dict[str, Any], cli: Any) -> None:
+    code = 70
+    try:
+        os.chdir(order["directory"])
+        log = os.open("service.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        threading.Thread(target=_end_with_the_test, daemon=True).start()
+        if order["point"] is not None:
+            given = order["point"]
+            point = Point(kind=Kind(given["kind"]), moment=Moment(given["moment"]), nth=given["nth"])
+            install(point, report_of(Path.cwd()))
+        sys.argv = ["rollout-service", *order["arguments"]]
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _end_with_the_test() -> None:
+    # No order comes while a life lives, so that what this reads can only be the end of the test process.
+    os.read(0, 1)
+    os._exit(1)
+
+
+def _say(out: IO[str], **what: int) -> None:
+    out.write(json.dumps(what) + "\n")
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()
