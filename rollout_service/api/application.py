@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from rollout_service import __version__
 from rollout_service.api import (
+    checkpoints,
     control,
     engines,
     groups,
@@ -36,6 +37,7 @@ _UNREFERENCED = (
     schemas.LeaseBody,
     schemas.LeasePart,
     schemas.RenewBody,
+    schemas.CheckpointBody,
 )
 """Models that FastAPI does not see, because bodies are read by body.py and problems written by problems.py."""
 
@@ -53,7 +55,7 @@ def build_api(context: Context, lifespan: Lifespan | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    for module in (policy_version, prompts, leases, groups, status, engines, control, probes):
+    for module in (policy_version, prompts, leases, groups, checkpoints, status, engines, control, probes):
         # As they are, not through include_router: problems.py looks through them for the methods of a path.
         app.router.routes.extend(module.routes.routes)
     problems.install(app)

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Protocol, cast
 from fastapi import Depends, Request
 
 from rollout_service.core.changes import Bumped
-from rollout_service.core.group import Group, Lease
+from rollout_service.core.group import Checkpoint, Group, Lease
 from rollout_service.core.model import GroupState
 from rollout_service.metrics import Metrics
+from rollout_service.orchestrator import Rewound
 from rollout_service.orchestrator.views import GroupView, LeaseAnswer, LeaseRequest, StatusView, Submission
 from rollout_service.settings import Settings
 
@@ -45,6 +46,15 @@ class Orchestrator(Protocol):
     async def group(self, group_id: str) -> GroupView: ...
 
     async def groups(self, states: Collection[GroupState], *, after: int, limit: int) -> Sequence[Group]: ...
+
+    async def mark(self, name: str) -> Checkpoint: ...
+
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """Oldest first."""
+
+    async def forget(self, name: str) -> None: ...
+
+    async def rewind(self, name: str) -> Rewound: ...
 
     async def pause(self) -> None: ...
 

@@ -91,6 +91,12 @@ class RenewBody(Request):
     lease_s: LeaseSeconds | None = Field(default=None, description="Missing: the lease's own.")
 
 
+class CheckpointBody(Request):
+    """`POST /checkpoints` and `POST /rewind`."""
+
+    name: Name = Field(examples=["step-400"])
+
+
 def _decimal(value: Any) -> Any:
     """Query parameters are text: plain digits are a number, everything else is refused."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10 else value
@@ -192,6 +198,25 @@ class AckAnswer(Answer):
 class ReleaseAnswer(Answer):
     lease_id: str
     released: list[str]
+
+
+class CheckpointAnswer(Answer):
+    name: str
+    policy_version: int
+    ended_groups: int = Field(description="Ends of groups in the run by then, those undone by a rewind included.")
+    created_at: str = Field(description="RFC 3339, UTC.")
+
+
+class CheckpointsAnswer(Answer):
+    checkpoints: list[CheckpointAnswer] = Field(description="Oldest first.")
+
+
+class RewindAnswer(Answer):
+    name: str
+    version: int
+    previous: int
+    aborted_rollouts: int = Field(description="Rollouts in flight that were stopped.")
+    reopened_groups: int = Field(description="Groups that had ended since and are pending again.")
 
 
 class RenewAnswer(Answer):

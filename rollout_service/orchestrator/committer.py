@@ -96,11 +96,13 @@ class Committer:
         self._queue = deque([_Pending()])
         self._task = asyncio.create_task(self._work(), name="committer")
 
-    async def stop(self) -> None:
+    async def stop(self, error: StoreUnavailable | None = None) -> None:
+        """End at once; whoever waits for a commit whose end will not be seen is told `error`."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        self._lose(error or StoreUnavailable("the service ended before this was committed"))
 
     async def _work(self) -> None:
         while self._failure is None:
@@ -120,6 +122,9 @@ class Committer:
                 started = asyncio.get_running_loop().time()
                 await self._store.commit(pending.batch)
                 self._on_commit(asyncio.get_running_loop().time() - started)
+        except asyncio.CancelledError:
+            self._queue.appendleft(pending)  # for `stop`, which tells those who wait for it
+            raise
         except StoreUnavailable as error:
             self._fail(pending, error)
             return False
@@ -137,15 +142,18 @@ class Committer:
         return True
 
     def _fail(self, pending: _Pending, error: StoreUnavailable) -> None:
+        self._queue.appendleft(pending)
+        self._lose(error)
+        self._on_failure(error)
+
+    def _lose(self, error: StoreUnavailable) -> None:
         """Nothing collected since the last commit happened; tell everybody who waits for it."""
         self._failure = error
-        lost = [pending, *self._queue]
-        self._queue = deque([_Pending()])
+        lost, self._queue = self._queue, deque([_Pending()])
         for late in lost:
             for _, failed in late.effects:
                 if failed is not None:
                     failed(error)
-        self._on_failure(error)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

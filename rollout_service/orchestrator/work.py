@@ -74,8 +74,8 @@ class Work:
             if entry is not None:
                 self._end(entry[0])
 
-    def start_scoring(self, group: Group, job: Callable[[], Awaitable[ScoreJob]]) -> None:
-        """`job` fetches what to score; it runs inside the task."""
+    def start_scoring(self, group: Group, job: Callable[[], Awaitable[ScoreJob | None]]) -> None:
+        """`job` fetches what to score, inside the task; None: the group is scored no more, and nothing is reported."""
         key = (group.seq, group.attempt)
         self._scorings[key] = asyncio.get_running_loop().create_task(self._score(group, job))
 
@@ -114,11 +114,14 @@ class Work:
         if self._rollouts.pop(key, None) is not None:
             self._settled(key, outcome, clock() - started)
 
-    async def _score(self, group: Group, fetch: Callable[[], Awaitable[ScoreJob]]) -> None:
+    async def _score(self, group: Group, fetch: Callable[[], Awaitable[ScoreJob | None]]) -> None:
         key = (group.seq, group.attempt)
         job: ScoreJob | None = None
         try:
             job = await fetch()
+            if job is None:
+                self._scorings.pop(key, None)
+                return
             scores = await self._scorer.score(job)
         except asyncio.CancelledError:
             if key not in self._scorings or job is None:

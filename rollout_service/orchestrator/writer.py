@@ -303,13 +303,25 @@ class Writer:
             self.touch()
 
     def _start_scoring(self, group: Group) -> None:
-        current = self.core.groups.get(group.seq)
-        if current is None or current.attempt != group.attempt or current.state is not GroupState.SCORING:
-            return
-        self.work.start_scoring(group, partial(self._score_job, group))
+        if self._is_scored(group):
+            self.work.start_scoring(group, partial(self._score_job, group))
 
-    async def _score_job(self, group: Group) -> ScoreJob:
-        rollouts = await self.survivors.of(group, self._store)
+    def _is_scored(self, group: Group) -> bool:
+        current = self.core.groups.get(group.seq)
+        return current is not None and current.attempt == group.attempt and current.state is GroupState.SCORING
+
+    async def _score_job(self, group: Group) -> ScoreJob | None:
+        """None where a bump or a cancellation came first: what scoring needs is gone, and its stop is on the way."""
+        if not self._is_scored(group):
+            return None
+        try:
+            rollouts = await self.survivors.of(group, self._store)
+        except (LookupError, ValueError):
+            if self._is_scored(group):
+                raise
+            return None
+        if not self._is_scored(group):
+            return None
         return ScoreJob(
             group_id=group.group_id,
             attempt=group.attempt,
@@ -393,8 +405,8 @@ class Writer:
         self._reload_task = asyncio.create_task(self._reload(), name="reload")
 
     async def _reload(self) -> None:
+        await self.committer.stop(self.broken)
         await self.work.stop_all(within_s=STOP_WORK_S)
-        await self.committer.stop()
         pause = RELOAD_FIRST_S
         while True:
             try:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -63,7 +64,8 @@ class Lives:
     def signal(self, number: int) -> None:
         """To the life there is, if there is one."""
         if self.pid is not None:
-            os.kill(self.pid, number)  # not reaped before `ended` reads its end, so it is no other process
+            with suppress(ProcessLookupError):  # it has ended by itself, and `ended` has not been asked yet
+                os.kill(self.pid, number)
 
     async def ended(self) -> int:
         """Wait for the end; the exit code, or minus the signal."""
@@ -95,8 +97,6 @@ def main() -> None:
         if pid == 0:
             _live(order, cli)
         _say(sys.stdout, pid=pid)
-        # Waited for without reaping, so that the pid stays taken until the test has heard of the end.
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         _, status = os.waitpid(pid, 0)
         _say(sys.stdout, code=os.waitstatus_to_exitcode(status))
 

@@ -74,7 +74,7 @@ def test_the_demo_takes_all_its_steps_on_the_simulator(tmp_path: Path) -> None:
     assert [step["step"] for step in summary["steps"]] == list(range(1, 41))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path) -> None:
     demo = Process("demo", DEMO, tmp_path / "log", env={"ENGINE": "sim"}, cwd=REPOSITORY, stdout=subprocess.PIPE)
     with demo:
