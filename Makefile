@@ -42,7 +42,7 @@ acceptance: $(READY)  ## the contract's black-box tests, where they stand beside
 	@if [ -d "$(ACCEPTANCE)" ]; then \
 	  folder=$$(mktemp -d) && cd "$$folder" && trap 'rm -rf "$$folder"' EXIT && \
 	  ROLLOUT_SERVICE="$(CURDIR)/.venv/bin/rollout-service" PYTHONDONTWRITEBYTECODE=1 \
-	  "$(CURDIR)/$(PY)" -m pytest -q --timeout 120 -p no:cacheprovider -c /dev/null --rootdir "$$folder" "$(abspath $(ACCEPTANCE))"; \
+	  "$(CURDIR)/$(PY)" -m pytest -q --timeout 120 -p no:cacheprovider -c /dev/null -o asyncio_default_fixture_loop_scope=function --rootdir "$$folder" "$(abspath $(ACCEPTANCE))"; \
 	else echo "no acceptance kit at $(ACCEPTANCE)"; fi
 
 check: $(READY)  ## lint, format, types, import rules
@@ -56,7 +56,7 @@ format: $(READY)  ## mend what the linter and the formatter can mend
 	@$(PY) -m ruff format .
 
 bench: $(READY)  ## the service beside a bare client on one simulated engine
-	@$(PY) -m benchmarks
+	@$(PY) -m benchmarks.throughput
 
 lock: $(READY)  ## resolve both locks anew
 	@CUSTOM_COMPILE_COMMAND="make lock" .venv/bin/pip-compile -q --upgrade --extra dev --allow-unsafe --strip-extras --annotation-style line \

@@ -11,6 +11,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,6 +80,8 @@ class Held:
     params: dict[str, Any]
     groups: list[dict[str, Any]]
     open: set[str]
+    expires_at: float
+    """Monotonic; only renewing looks at it."""
     renewals: int = 0
 
 
@@ -249,7 +252,8 @@ class ScriptedService:
                 return problem(503, "halted", "halted after 1 failed group in a row", **self.halted)
             return self._lease_answer("exhausted", None)
         taken = [self.ready.pop(0) for _ in range(min(body["max_groups"], len(self.ready)))]
-        held = Held(f"l{len(self.leases)}", body, taken, {g["group_id"] for g in taken})
+        until = time.monotonic() + body["lease_s"]
+        held = Held(f"l{len(self.leases)}", body, taken, {g["group_id"] for g in taken}, until)
         self.leases[body["request_id"]] = held
         return self._lease_answer("ok", held)
 
@@ -271,9 +275,11 @@ class ScriptedService:
             return problem(404, "not-found", f"no lease {lease_id}")
         ids = (body or {}).get("group_ids") or [g["group_id"] for g in held.groups]
         if verb == "renew":
+            if not held.open or time.monotonic() > held.expires_at:
+                return problem(409, "conflict", "expired")
             held.renewals += 1
-            expired = not held.open
-            return problem(409, "conflict", "expired") if expired else web.json_response({"expires_at": "later"})
+            held.expires_at = time.monotonic() + held.params["lease_s"]
+            return web.json_response({"expires_at": "later"})
         if verb == "ack":
             if refused := [i for i in ids if i not in held.open and i not in self.acked]:
                 return problem(409, "conflict", f"{refused[0]} is leased to somebody else", group_id=refused[0])

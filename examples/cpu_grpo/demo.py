@@ -209,9 +209,10 @@ def main() -> int:
     started = time.monotonic()
     try:
         steps = run(kind, arguments.steps, folder, keep)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
         say("\nInterrupted; what was started has ended.")
-        return 130
+        shutil.rmtree(folder)
+        return 130 if isinstance(stop, KeyboardInterrupt) else 143
     except (ProcessEnded, subprocess.CalledProcessError) as error:
         say(f"\nFAILED: {error}\nLogs are in {folder}")
         return 1

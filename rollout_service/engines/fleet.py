@@ -31,6 +31,8 @@ from rollout_service.errors import ConfigError
 TEXT_TRIES = 3
 """Requests for the text of one prompt; rewards do without it afterwards."""
 TEXT_RETRY_S = 0.2
+TEXT_REST_S = 10.0
+"""After a text could not be had, none is asked for this long: rollouts hold their slots while they wait for it."""
 
 log = structlog.get_logger(__name__)
 
@@ -72,6 +74,7 @@ class Fleet:
         self._dark_since: float | None = None
         self._dark_timer: asyncio.TimerHandle | None = None
         self._texts = PromptTexts(self._fetch_text)
+        self._texts_from = -math.inf
         self._said: set[str] = set()
 
     # -- life
@@ -294,6 +297,8 @@ class Fleet:
             self._say_once("raw_logprobs_at_a_temperature", engine=member.engine.url, request=request.tag)
 
     async def _fetch_text(self, ids: array[int]) -> str | None:
+        if self._clock() < self._texts_from:
+            return None
         error: EngineFault | None = None
         for attempt in range(TEXT_TRIES):
             able = [member for member in self._members if member.healthy and member.detokenizes]
@@ -309,6 +314,7 @@ class Fleet:
             if text is not None:
                 return text
             member.detokenizes = False
+        self._texts_from = self._clock() + TEXT_REST_S
         self._say_once("no_text_of_prompt_ids", error=str(error) if error else "no engine has /detokenize")
         return None
 

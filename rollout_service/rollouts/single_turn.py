@@ -47,6 +47,7 @@ class SingleTurn:
         self._engines = engines
         self._settings = settings
         self._clock = clock
+        self._defaults = effective_sampling(settings.sampling, {})
 
     async def run(self, job: RolloutJob, gate: Gate) -> FinishedRollout | FailedRollout:
         """One rollout. Cancelling the task aborts it at the engine."""
@@ -75,7 +76,9 @@ class SingleTurn:
             messages=prompt.messages,
             text=prompt.text,
             token_ids=prompt.token_ids,
-            sampling=effective_sampling(self._settings.sampling, prompt.sampling),
+            sampling=effective_sampling(self._settings.sampling, prompt.sampling)
+            if prompt.sampling
+            else self._defaults,
             text_wanted=True,
         )
         deadline = Deadline(self._clock, self._settings.rollout_timeout_s)

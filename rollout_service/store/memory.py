@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from rollout_service.core.group import Group, Lease, LeaseState
+from rollout_service.core.group import Checkpoint, Group, Lease, LeaseState
 from rollout_service.core.model import FailedRollout, FinishedRollout, GroupState, Prompt
 from rollout_service.core.records import Batch, GroupPayload, GroupScore, RunState, Snapshot, StoredPrompt
 from rollout_service.errors import StoreUnavailable
@@ -34,6 +34,7 @@ class _Content:
     leases: dict[str, Lease] = field(default_factory=dict)
     requests: dict[str, str] = field(default_factory=dict)
     """Request id -> lease id, for ever."""
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
 
     def copy(self) -> _Content:
         return _Content(
@@ -45,6 +46,7 @@ class _Content:
             scores={seq: dict(of_group) for seq, of_group in self.scores.items()},
             leases=dict(self.leases),
             requests=dict(self.requests),
+            checkpoints=dict(self.checkpoints),
         )
 
 
@@ -94,6 +96,7 @@ class MemoryStore:
                     key=lambda lease: (lease.created_at, lease.lease_id),
                 )
             ),
+            checkpoints=tuple(sorted(content.checkpoints.values(), key=lambda checkpoint: checkpoint.number)),
         )
         self._failure = None
         await asyncio.sleep(0)
@@ -152,6 +155,12 @@ class MemoryStore:
         found = None if lease_id is None else self._content.leases[lease_id]
         await asyncio.sleep(0)
         return found
+
+    async def ended_since(self, ends: int) -> Sequence[int]:
+        self._check_open()
+        later = [group for group in self._content.groups.values() if (group.end_number or 0) > ends]
+        await asyncio.sleep(0)
+        return [group.seq for group in sorted(later, key=lambda group: group.end_number or 0)]
 
     def _check_open(self) -> None:
         if not self._opened:
@@ -214,5 +223,20 @@ class MemoryStore:
             scores = content.scores.pop(seq, {})
             if seq not in batch.forget_payloads and group.attempt in scores:
                 content.scores[seq] = {group.attempt: scores[group.attempt]}
-        for seq in batch.forget_payloads:
-            content.prompts.pop(seq, None)
+        if not content.checkpoints:  # a group that ends now ends after every checkpoint
+            for seq in batch.forget_payloads:
+                content.prompts.pop(seq, None)
+        if batch.forget_checkpoints:
+            self._forget_checkpoints(batch.forget_checkpoints)
+        content.checkpoints.update(batch.checkpoints)
+
+    def _forget_checkpoints(self, names: Collection[str]) -> None:
+        """Prompts of groups that had ended by the oldest checkpoint that is left go with those removed."""
+        content = self._content
+        for name in names:
+            content.checkpoints.pop(name, None)
+        oldest = min((checkpoint.ends for checkpoint in content.checkpoints.values()), default=None)
+        held = {seq for lease in content.leases.values() if lease.state is LeaseState.LIVE for seq, _ in lease.groups}
+        for seq, group in content.groups.items():
+            if group.end_number is not None and (oldest is None or group.end_number <= oldest) and seq not in held:
+                content.prompts.pop(seq, None)

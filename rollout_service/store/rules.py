@@ -150,14 +150,25 @@ def _scores(batch: Batch, after: _Overlay) -> Iterator[str]:
 
 
 def _guard(batch: Batch, before: Committed, after: _Overlay, max_staleness: int) -> Iterator[str]:
-    """Design 3.1.5 and 4.1, at the commit that makes the lease."""
+    """Design 3.1.5 and 4.1: what is held after this commit is held by the live lease made with it."""
     oldest = (batch.run or before.run).policy_version - max_staleness
+    for seq, group in batch.groups.items():
+        if group.state is S.LEASED and group.lease_id is not None:
+            holder = batch.leases.get(group.lease_id) or before.leases[group.lease_id]
+            made = before.leases.get(group.lease_id, holder)
+            if holder.state is not LeaseState.LIVE or made.attempt_of(seq) != group.attempt:
+                yield f"{group.group_id} may not be held by {group.lease_id}, which is over or another's"
     for lease in batch.leases.values():
-        if lease.lease_id in before.leases or lease.state is not LeaseState.LIVE:
-            continue
-        for seq, attempt in lease.groups:
-            group = after.get(seq)
-            if group is None or group.version is None or group.version < oldest:
-                yield f"lease {lease.lease_id} may not take group {seq}: older than version {oldest}"
-            elif group.state is not S.LEASED or group.lease_id != lease.lease_id or group.attempt != attempt:
-                yield f"lease {lease.lease_id} may not take group {seq}: {group.state}, held by {group.lease_id}"
+        made = before.leases.get(lease.lease_id, lease)
+        for seq, attempt in made.groups:
+            now = after.get(seq)
+            if now is None:
+                continue  # refused above
+            if lease.state is not LeaseState.LIVE:
+                if now.lease_id == lease.lease_id:
+                    yield f"lease {lease.lease_id} is over and still holds group {seq}"
+            elif lease.lease_id not in before.leases:
+                if now.version is None or now.version < oldest:
+                    yield f"lease {lease.lease_id} may not take group {seq}: older than version {oldest}"
+                elif now.state is not S.LEASED or now.lease_id != lease.lease_id or now.attempt != attempt:
+                    yield f"lease {lease.lease_id} may not take group {seq}: {now.state}, held by {now.lease_id}"

@@ -83,6 +83,9 @@ class SqliteStore:
     async def list_groups(self, states: Collection[GroupState], *, after: int, limit: int) -> Sequence[Group]:
         return await self._read_much(lambda connection: sqlite_read.list_groups(connection, states, after, limit))
 
+    async def ended_since(self, ends: int) -> Sequence[int]:
+        return await self._read_much(lambda connection: sqlite_read.ended_since(connection, ends))
+
     async def lease(self, lease_id: str) -> Lease | None:
         return await self._read(lambda connection: sqlite_read.lease(connection, lease_id))
 

@@ -7,13 +7,13 @@ from typing import Final
 # --- the run
 
 READ_RUN: Final = """
-SELECT policy_version, paused, final, last_seq, read_position, prompts_fingerprint, acked, stale, dropped, failed
+SELECT policy_version, paused, final, last_seq, read_position, prompts_fingerprint, ends, acked, stale, dropped, failed
 FROM run WHERE id = 1
 """
 
 WRITE_RUN: Final = """
 UPDATE run SET policy_version = ?, paused = ?, final = ?, last_seq = ?, read_position = ?, prompts_fingerprint = ?,
-    acked = ?, stale = ?, dropped = ?, failed = ?
+    ends = ?, acked = ?, stale = ?, dropped = ?, failed = ?
 WHERE id = 1
 """
 
@@ -23,13 +23,13 @@ READ_POLICY_VERSION: Final = "SELECT policy_version FROM run WHERE id = 1"
 
 INSERT_GROUP: Final = """
 INSERT INTO groups (prompt_id, epoch, digest, num_generations, submitted_at, state, attempt, tries, version, rows,
-    payload_bytes, reason, error, engine, lease_id, acked_by, changed_at, seq)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    payload_bytes, reason, error, engine, lease_id, acked_by, end_number, changed_at, seq)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 
 UPDATE_GROUP: Final = """
 UPDATE groups SET state = ?, attempt = ?, tries = ?, version = ?, rows = ?, payload_bytes = ?, reason = ?, error = ?,
-    engine = ?, lease_id = ?, acked_by = ?, changed_at = ?
+    engine = ?, lease_id = ?, acked_by = ?, end_number = ?, changed_at = ?
 WHERE seq = ?
 """
 
@@ -38,33 +38,33 @@ FIND_PROMPT: Final = "SELECT seq, digest FROM groups WHERE prompt_id = ? AND epo
 # The columns of a standing, in the order sqlite_read.group_from takes them.
 READ_GROUP: Final = """
 SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
-    engine, lease_id, acked_by, submitted_at, changed_at
+    engine, lease_id, acked_by, submitted_at, changed_at, end_number
 FROM groups WHERE seq = ?
 """
 
 READ_OUTSTANDING: Final = """
 SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
-    engine, lease_id, acked_by, submitted_at, changed_at
+    engine, lease_id, acked_by, submitted_at, changed_at, end_number
 FROM groups WHERE state IN ('pending', 'generating', 'scoring', 'ready', 'leased')
 ORDER BY seq
 """
 
 LIST_ANY: Final = """
 SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
-    engine, lease_id, acked_by, submitted_at, changed_at
+    engine, lease_id, acked_by, submitted_at, changed_at, end_number
 FROM groups WHERE seq > ? ORDER BY seq LIMIT ?
 """
 
 LIST_OUTSTANDING: Final = """
 SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
-    engine, lease_id, acked_by, submitted_at, changed_at
+    engine, lease_id, acked_by, submitted_at, changed_at, end_number
 FROM groups WHERE state IN ('pending', 'generating', 'scoring', 'ready', 'leased') AND state = ? AND seq > ?
 ORDER BY seq LIMIT ?
 """
 
 LIST_ENDED: Final = """
 SELECT seq, prompt_id, epoch, num_generations, state, attempt, tries, version, rows, payload_bytes, reason, error,
-    engine, lease_id, acked_by, submitted_at, changed_at
+    engine, lease_id, acked_by, submitted_at, changed_at, end_number
 FROM groups WHERE state IN ('acked', 'stale', 'dropped', 'failed') AND state = ? AND seq > ?
 ORDER BY seq LIMIT ?
 """
@@ -75,7 +75,20 @@ INSERT_PROMPT: Final = "INSERT INTO prompts (seq, payload) VALUES (?, ?)"
 
 READ_PROMPT: Final = "SELECT payload FROM prompts WHERE seq = ?"
 
-DELETE_PROMPT: Final = "DELETE FROM prompts WHERE seq = ?"
+# While there is a checkpoint every prompt stays: a group that ends now ends after it.
+DELETE_PROMPT: Final = "DELETE FROM prompts WHERE seq = ? AND NOT EXISTS (SELECT 1 FROM checkpoints)"
+
+# What no checkpoint needs any more: prompts of groups that had ended by the oldest one.
+DELETE_KEPT_PROMPTS: Final = """
+DELETE FROM prompts WHERE seq IN (
+    SELECT seq FROM groups
+    WHERE end_number <= (SELECT coalesce(min(ends), 9223372036854775807) FROM checkpoints)
+        AND NOT EXISTS (
+            SELECT 1 FROM lease_groups AS m JOIN leases AS l ON l.lease_id = m.lease_id
+            WHERE m.seq = groups.seq AND l.state = 'live'
+        )
+)
+"""
 
 LAST_PAYLOAD_ID: Final = "SELECT coalesce(max(id), 0) FROM payloads"
 
@@ -120,6 +133,18 @@ FORGET_FINISHED: Final = "DELETE FROM rollouts WHERE seq = ? AND ok = 1"
 
 FORGET_SCORES: Final = "DELETE FROM scores WHERE seq = ?"
 
+# --- checkpoints
+
+INSERT_CHECKPOINT: Final = """
+INSERT INTO checkpoints (name, number, policy_version, ends, created_at) VALUES (?, ?, ?, ?, ?)
+"""
+
+DELETE_CHECKPOINT: Final = "DELETE FROM checkpoints WHERE name = ?"
+
+READ_CHECKPOINTS: Final = "SELECT name, number, policy_version, ends, created_at FROM checkpoints ORDER BY number"
+
+READ_ENDED_SINCE: Final = "SELECT seq FROM groups WHERE end_number > ? ORDER BY end_number"
+
 # --- leases
 
 UPDATE_LEASE: Final = "UPDATE leases SET expires_at = ?, state = ? WHERE lease_id = ?"
@@ -139,6 +164,17 @@ FROM lease_groups AS m JOIN groups AS g ON g.seq = m.seq
 WHERE m.lease_id = ?
     AND (g.state <> 'leased' OR g.lease_id <> m.lease_id OR g.attempt <> m.attempt OR g.version < ?)
 ORDER BY m.position LIMIT 1
+"""
+
+# Whether a live lease was made with this group in this attempt.
+FIND_HOLDER: Final = """
+SELECT 1 FROM lease_groups AS m JOIN leases AS l ON l.lease_id = m.lease_id
+WHERE m.lease_id = ? AND m.seq = ? AND m.attempt = ? AND l.state = 'live'
+"""
+
+FIND_STILL_HELD: Final = """
+SELECT g.seq FROM lease_groups AS m JOIN groups AS g ON g.seq = m.seq
+WHERE m.lease_id = ? AND g.lease_id = m.lease_id LIMIT 1
 """
 
 READ_LEASE: Final = """

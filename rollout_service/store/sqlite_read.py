@@ -10,7 +10,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from rollout_service.core.group import Group, Lease, LeaseState
+from rollout_service.core.group import Checkpoint, Group, Lease, LeaseState
 from rollout_service.core.model import TERMINAL, DropReason, FailedRollout, FinishedRollout, GroupState
 from rollout_service.core.records import GroupPayload, RunState, Snapshot, StoredPrompt
 from rollout_service.store import codec
@@ -31,6 +31,10 @@ def snapshot(connection: sqlite3.Connection) -> Snapshot:
         run=_run(connection),
         groups=tuple(group_from(row, settled.get(row[0], {})) for row in rows),
         leases=tuple(_lease_from(connection, row) for row in connection.execute(sql.READ_LIVE_LEASES).fetchall()),
+        checkpoints=tuple(
+            Checkpoint(name=row[0], number=row[1], policy_version=row[2], ends=row[3], created_at=row[4])
+            for row in connection.execute(sql.READ_CHECKPOINTS)
+        ),
     )
 
 
@@ -82,6 +86,10 @@ def lease_by_request(connection: sqlite3.Connection, request_id: str) -> Lease |
     return None if row is None else _lease_from(connection, row)
 
 
+def ended_since(connection: sqlite3.Connection, ends: int) -> list[int]:
+    return [row[0] for row in connection.execute(sql.READ_ENDED_SINCE, (ends,))]
+
+
 def group_from(row: tuple[Any, ...], settled: Settled) -> Group:
     """`row` in the column order of READ_GROUP."""
     waiting, finished, failed = rows_from(row[8])
@@ -105,6 +113,7 @@ def group_from(row: tuple[Any, ...], settled: Settled) -> Group:
         acked_by=row[14],
         submitted_at=row[15],
         changed_at=row[16],
+        end_number=row[17],
     )
     return as_read(group, settled)
 
@@ -138,7 +147,7 @@ def _payload(connection: sqlite3.Connection, seq: int) -> GroupPayload | None:
 
 def _run(connection: sqlite3.Connection) -> RunState:
     row = connection.execute(sql.READ_RUN).fetchone()
-    ended = zip((GroupState.ACKED, GroupState.STALE, GroupState.DROPPED, GroupState.FAILED), row[6:], strict=True)
+    ended = zip((GroupState.ACKED, GroupState.STALE, GroupState.DROPPED, GroupState.FAILED), row[7:], strict=True)
     return RunState(
         policy_version=row[0],
         paused=bool(row[1]),
@@ -147,6 +156,7 @@ def _run(connection: sqlite3.Connection) -> RunState:
         read_position=row[4],
         prompts_fingerprint=row[5],
         ended={state: count for state, count in ended if count},
+        ends=row[6],
     )
 
 

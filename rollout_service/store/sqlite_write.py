@@ -41,7 +41,8 @@ class BatchWriter:
         self._insert_rollouts(batch)
         self._write_scores(batch)
         self._forget(batch)
-        self._guard(new_leases)
+        self._write_checkpoints(batch)
+        self._guard(batch, new_leases)
 
     def _updated(self, lease: Lease) -> bool:
         """Whether the lease was known, and now has its new end and state."""
@@ -107,19 +108,41 @@ class BatchWriter:
             many(sql.FORGET_SCORES, ended)
             many(sql.DELETE_PROMPT, ended)
 
-    def _guard(self, leases: list[Lease]) -> None:
-        """Design 3.1.5 and 4.1, at the commit that makes the lease."""
-        live = [lease for lease in leases if lease.state is LeaseState.LIVE]
-        if not live:
-            return
-        (version,) = self._connection.execute(sql.READ_POLICY_VERSION).fetchone()
-        for lease in live:
-            found = self._connection.execute(sql.FIND_UNLEASABLE, (lease.lease_id, version - self._max_staleness))
-            for seq, state, attempt, group_version, holder in found:
-                raise Refused(
-                    f"lease {lease.lease_id} may not take group {seq}: {state}, attempt {attempt}, version"
-                    f" {group_version} at policy version {version}, held by {holder}"
-                )
+    def _write_checkpoints(self, batch: Batch) -> None:
+        if batch.forget_checkpoints:
+            self._connection.executemany(sql.DELETE_CHECKPOINT, ((name,) for name in sorted(batch.forget_checkpoints)))
+            self._connection.execute(sql.DELETE_KEPT_PROMPTS)
+        if batch.checkpoints:
+            self._connection.executemany(
+                sql.INSERT_CHECKPOINT,
+                ((c.name, c.number, c.policy_version, c.ends, c.created_at) for c in batch.checkpoints.values()),
+            )
+
+    def _guard(self, batch: Batch, new_leases: list[Lease]) -> None:
+        """Design 3.1.5 and 4.1: what is held after this transaction is held by the live lease made with it."""
+        one = self._connection.execute
+        for group in batch.groups.values():
+            if group.state is not GroupState.LEASED:
+                continue
+            if one(sql.FIND_HOLDER, (group.lease_id, group.seq, group.attempt)).fetchone() is None:
+                raise Refused(f"{group.group_id} may not be held by {group.lease_id}, which is over or another's")
+        for lease in batch.leases.values():
+            if lease.state is not LeaseState.LIVE:
+                for (seq,) in one(sql.FIND_STILL_HELD, (lease.lease_id,)).fetchall():
+                    raise Refused(f"lease {lease.lease_id} is over and still holds group {seq}")
+        live = [lease for lease in new_leases if lease.state is LeaseState.LIVE]
+        if live:
+            (version,) = one(sql.READ_POLICY_VERSION).fetchone()
+            for lease in live:
+                self._guard_new(lease, version)
+
+    def _guard_new(self, lease: Lease, version: int) -> None:
+        found = self._connection.execute(sql.FIND_UNLEASABLE, (lease.lease_id, version - self._max_staleness))
+        for seq, state, attempt, group_version, holder in found.fetchall():
+            raise Refused(
+                f"lease {lease.lease_id} may not take group {seq}: {state}, attempt {attempt}, version"
+                f" {group_version} at policy version {version}, held by {holder}"
+            )
 
 
 def _keys(seqs: set[int]) -> list[tuple[int]]:
@@ -134,6 +157,7 @@ def _run_row(run: RunState) -> tuple[Any, ...]:
         run.last_seq,
         run.read_position,
         run.prompts_fingerprint,
+        run.ends,
         run.ended.get(GroupState.ACKED, 0),
         run.ended.get(GroupState.STALE, 0),
         run.ended.get(GroupState.DROPPED, 0),
@@ -167,6 +191,7 @@ def _standing_row(group: Group) -> tuple[Any, ...]:
         group.engine,
         group.lease_id,
         group.acked_by,
+        group.end_number,
         group.changed_at,
         group.seq,
     )

@@ -63,9 +63,7 @@ class Service:
             clock=self.clock,
         )
         self.metrics.watch(self.door.status, self.fleet)
-        context = Context(
-            settings=self.settings, orchestrator=self.door, fleet=self.fleet, metrics=self.metrics
-        )
+        context = Context(settings=self.settings, orchestrator=self.door, fleet=self.fleet, metrics=self.metrics)
         self.app = build_api(context)
         self.port = 0
         self.http: httpx.AsyncClient

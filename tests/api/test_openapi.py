@@ -21,7 +21,7 @@ from rollout_service.api import Context, build_api
 from rollout_service.metrics import Metrics
 from tests.api.conftest import Fleet, Service, settings_with
 
-EXAMPLES = 15
+EXAMPLES = 8
 """Of each operation: enough to meet every kind of refusal, and a few seconds in all."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BODIES = {
@@ -31,6 +31,8 @@ BODIES = {
     ("/leases/{lease_id}/ack", "post"): "LeasePart",
     ("/leases/{lease_id}/release", "post"): "LeasePart",
     ("/leases/{lease_id}/renew", "post"): "RenewBody",
+    ("/checkpoints", "post"): "CheckpointBody",
+    ("/rewind", "post"): "CheckpointBody",
 }
 REACHABLE = {
     ("/prompts", "post"): {"400", "409", "413", "422", "429", "503"},
@@ -108,9 +110,10 @@ def _try_operation(operation: Any, url: str, session: requests.Session) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE) | operation.as_strategy(
-        generation_mode=GenerationMode.NEGATIVE
-    ))
+    @given(
+        case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+        | operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+    )
     def run(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict) and operation.path == "/leases":
             case.body["wait_s"] = 0

@@ -29,7 +29,7 @@ from tests.fakes import Runner, failed
         ("POST", "/leases/%00/ack"),
         ("POST", "/leases/%F0%9F%99%82/ack"),
         ("POST", f"/leases/{'x' * 5000}/ack"),
-        ("GET", "/checkpoints"),
+        ("DELETE", "/checkpoints/none"),
         ("GET", "/"),
     ],
 )
@@ -73,7 +73,9 @@ async def test_a_lower_version_is_a_409_and_changes_nothing(service: Service):
 
 
 async def test_a_full_queue_is_a_429_with_retry_after():
-    settings = settings_with(groups={"num_generations": 4, "max_pending_groups": 2}, dispatch={"max_inflight_rollouts": 4})
+    settings = settings_with(
+        groups={"num_generations": 4, "max_pending_groups": 2}, dispatch={"max_inflight_rollouts": 4}
+    )
     async with Service(settings=settings).in_process() as service:
         await service.submit("a", "b")
         await service.submit("c")

@@ -388,6 +388,11 @@ REFUSED = {
     "a lease with one group twice": Batch(leases={"l": lease("l", 1, 1)}, groups={1: leased(1, "l")}),
     "a second lease for a request id, though the first has ended": _request_again(),
     "a lease of nothing at all by its bounds": Batch(leases={"l": lease("l", max_groups=0, min_groups=0)}),
+    "a group held by a lease that was not made with it": Batch(
+        leases={"live-l": lease("live-l", 1, 6)}, groups={1: leased(1, "live-l")}
+    ),
+    "a group held by a lease that has ended": Batch(groups={5: leased(5, "used-l", attempt=2)}),
+    "a lease that ends and holds on": Batch(leases={"live-l": lease("live-l", 6, state=LeaseState.ENDED)}),
     "a holder nobody knows": Batch(groups={1: leased(1, "nobody")}),
     "an ack by a lease nobody knows": Batch(groups={1: acked(1, "nobody")}),
     "a rollout of an earlier attempt": Batch(rollouts={(3, 1, 0): finished(0)}),
@@ -433,8 +438,9 @@ REFUSED = {
 async def test_a_batch_that_may_not_be_is_refused_and_nothing_of_it_is_done(
     name: str, store: Store, medium: Medium
 ) -> None:
-    await store.commit(scored(1, 2, 3, 4, 5))
+    await store.commit(scored(1, 2, 3, 4, 5, 6))
     await store.commit(leasing(lease("used-l", 5, request_id="used")))
+    await store.commit(leasing(lease("live-l", 6)))
     ended = {"used-l": lease("used-l", 5, request_id="used", state=LeaseState.ENDED)}
     standings = {2: generating(2), 3: generating(3, attempt=2, running=frozenset({1, 2, 3})), 4: settled(4, S.STALE)}
     await store.commit(Batch(groups={**standings, 5: acked(5, "used-l")}, leases=ended, forget_attempts={3}))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, event, settings
+from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -49,8 +49,6 @@ class Stores(RuleBasedStateMachine):
         """As committed, ended ones included."""
         self.ended_acked: set[tuple[int, int]] = set()
         self.version = 0
-        self.by_hand = False
-        """A standing was written as leased without a lease being made: the store cannot know better."""
 
     def wait(self, what: Awaitable[T]) -> T:
         async def inside() -> T:
@@ -127,7 +125,6 @@ class Stores(RuleBasedStateMachine):
 
     @rule(seq=SEQS, state=st.sampled_from(list(S)), version=st.none() | st.integers(0, 3), holder=st.none() | LEASES)
     def anything(self, seq: int, state: GroupState, version: int | None, holder: str | None) -> None:
-        self.by_hand = self.by_hand or state is S.LEASED
         self.put(seq, state, version=version, lease_id=holder)
 
     @rule(lease_id=LEASES, request=REQUESTS, seqs=st.sets(SEQS, min_size=1, max_size=2), now=NOW)
@@ -249,7 +246,9 @@ class Stores(RuleBasedStateMachine):
         known = {made.lease_id: made for made in leases if made is not None}
         for group in loaded.groups:
             if group.state is S.LEASED:
-                assert (group.seq, group.attempt) in known[group.lease_id].groups or self.by_hand
+                holder = known[group.lease_id]
+                assert holder.state is LeaseState.LIVE
+                assert (group.seq, group.attempt) in holder.groups
         orphans = self.wait(self.sqlite._read(lambda connection: connection.execute(ORPHANS).fetchone()))
         assert orphans == (0,)
 
@@ -275,6 +274,7 @@ SELECT (SELECT count(*) FROM payloads WHERE id NOT IN (SELECT payload_id FROM ro
 """
 
 Stores.TestCase.settings = settings(
+    phases=[Phase.reuse, Phase.generate],
     max_examples=25,
     stateful_step_count=20,
     deadline=None,  # every commit syncs a real disk

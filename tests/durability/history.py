@@ -30,7 +30,9 @@ class History:
     version: int = 0
     """The highest one known to be committed."""
     paused: bool | None = False
-    """None: the answer to a pause or resume was lost."""
+    """None: a pause or resume is under way."""
+    pauses: int = 0
+    """Of them, how many were begun."""
     prompts: dict[str, str] = field(default_factory=dict)
     """Prompt -> group, as answered with 202."""
     leases: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -82,17 +84,26 @@ class History:
         for group_id in group_ids:
             self.acked.setdefault(group_id, now)
 
-    def versioned(self, version: int) -> None:
-        assert version >= self.version, f"the version fell from {self.version} to {version}"
-        self.version = version
+    def versioned(self, version: int, when_asked: int) -> None:
+        """`version` was answered to a call made when `when_asked` was known."""
+        assert version >= when_asked, f"the version fell from {when_asked} to {version}"
+        self.version = max(self.version, version)
 
-    def checked(self, status: Json, groups: Iterable[Json]) -> None:
-        """A look at a service: `status` first, then all its groups; terminal ones stay what they are."""
+    def known(self) -> tuple[int, int, bool | None, int]:
+        """What an answer to a call made now may not contradict."""
+        return self.version, len(self.prompts), self.paused, self.pauses
+
+    def looked(self, known: tuple[int, int, bool | None, int], status: Json) -> None:
+        """`status` was answered to a call made when `known` was known."""
+        version, prompts, paused, pauses = known
         check_identity(status)
-        self.versioned(status["policy_version"])
-        assert status["submitted"] >= len(self.prompts)
-        if self.paused is not None:
-            assert status["paused"] is self.paused, "a pause lasts until it is resumed"
+        self.versioned(status["policy_version"], version)
+        assert status["submitted"] >= prompts
+        if paused is not None and pauses == self.pauses:
+            assert status["paused"] is paused, "a pause lasts until it is resumed"
+
+    def listed(self, groups: Iterable[Json]) -> None:
+        """All groups there are; terminal ones stay what they are."""
         for group in groups:
             if group["state"] in TERMINAL:
                 known = self.ended.setdefault(group["group_id"], group["state"])

@@ -13,14 +13,17 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any
 
 from tests.durability.crashing import Kind, Moment, Point, install
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).absolute().parents[2]
 
 
 class Lives:
@@ -37,6 +40,9 @@ class Lives:
             text=True,
         )
         self.pid: int | None = None
+        self._answers: SimpleQueue[Future[dict[str, int]]] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,6 +51,7 @@ class Lives:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(10)
+        self._reader.join(10)
         self._process.stdout.close()
 
     async def begin(self, directory: Path, *arguments: str, point: Point | None = None) -> None:
@@ -55,11 +62,15 @@ class Lives:
             "arguments": list(arguments),
             "point": None if point is None else asdict(point),
         }
+        begun: Future[dict[str, int]] = Future()
+        self._end: Future[dict[str, int]] = Future()
+        self._answers.put(begun)
+        self._answers.put(self._end)
         stdin = self._process.stdin
         assert stdin is not None
         stdin.write(json.dumps(order) + "\n")
         stdin.flush()
-        self.pid = int((await self._said())["pid"])
+        self.pid = (await asyncio.wrap_future(begun))["pid"]
 
     def signal(self, number: int) -> None:
         """To the life there is, if there is one."""
@@ -68,17 +79,16 @@ class Lives:
                 os.kill(self.pid, number)
 
     async def ended(self) -> int:
-        """Wait for the end; the exit code, or minus the signal."""
-        said = await self._said()
+        """Wait for the end; the exit code, or minus the signal. May be cancelled and asked again."""
+        code = (await asyncio.shield(asyncio.wrap_future(self._end)))["code"]
         self.pid = None
-        return int(said["code"])
+        return code
 
-    async def _said(self) -> dict[str, Any]:
-        stdout = self._process.stdout
-        assert stdout is not None
-        line = await asyncio.to_thread(stdout.readline)
-        assert line, "the process that starts services has ended"
-        return dict(json.loads(line))
+    def _read(self) -> None:
+        """In a thread: each line on stdout answers the next thing asked for."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.get().set_result(json.loads(line))
 
 
 def report_of(directory: Path) -> Path:
@@ -118,9 +128,11 @@ def _live(order: dict[str, Any], cli: Any) -> None:
             cli.main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:
         os._exit(code)
 
 

@@ -150,7 +150,7 @@ class Story:
 
     async def killed(self, *others: asyncio.Task[None]) -> None:
         """Wait for the end of a life by SIGKILL, and keep what it left."""
-        code = await self._while_working(self.lives.ended(), *others)
+        code = await self.while_working(self.lives.ended(), *others)
         assert code == SIGKILLED, f"ended with {code}:\n{self.log()[-3000:]}"
         self.kills += 1
         report = report_of(self.directory)
@@ -171,7 +171,7 @@ class Story:
             look.cancel()
             await asyncio.wait({look})
 
-    async def _while_working(self, waiting: Coroutine[Any, Any, T], *others: asyncio.Task[None]) -> T:
+    async def while_working(self, waiting: Coroutine[Any, Any, T], *others: asyncio.Task[None]) -> T:
         """The result of `waiting`, unless a task of the trainer (or another one) fails before."""
         waiter = asyncio.ensure_future(waiting)
         tasks: set[asyncio.Future[Any]] = {waiter, *self.tasks, *others}
@@ -247,6 +247,11 @@ class Story:
             f"version {history.version}, {sum(len(finished) for finished, _ in self._kept)} finished rollouts kept "
             f"over {self.kills} kills"
         )
+
+    def verdict(self) -> str:
+        """What the proof is about."""
+        lost, duplicated = len(self.history.lost), len(self.history.duplicated)
+        return f"kills: {self.kills}, lost: {lost}, duplicated: {duplicated}"
 
     async def _let_go(self) -> None:
         for task in self.tasks:

@@ -109,8 +109,10 @@ class Trainer:
 
     async def look(self) -> Json:
         """Check what the service says of itself."""
+        known = self.history.known()
         status = await self.get("/status")
-        self.history.checked(status, await self.groups())
+        self.history.looked(known, status)
+        self.history.listed(await self.groups())
         return status
 
     # what a trainer does
@@ -197,12 +199,14 @@ class Trainer:
                 await self._pause(False)
 
     async def bump(self, version: int) -> None:
+        known = self.history.version
         status, answer = await self.insist("POST", "/policy_version", {"version": version})
         assert status == 200, answer
-        self.history.versioned(answer["version"])
+        self.history.versioned(answer["version"], max(known, version))
 
     async def _pause(self, paused: bool) -> None:
         self.history.paused = None
+        self.history.pauses += 1
         status, answer = await self.insist("POST", "/pause" if paused else "/resume")
         assert status == 200, answer
         self.history.paused = paused

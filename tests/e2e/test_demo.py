@@ -75,8 +75,12 @@ def test_the_demo_takes_all_its_steps_on_the_simulator(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path) -> None:
-    demo = Process("demo", DEMO, tmp_path / "log", env={"ENGINE": "sim"}, cwd=REPOSITORY, stdout=subprocess.PIPE)
+@pytest.mark.parametrize(("stop", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path, stop: signal.Signals, status: int) -> None:
+    folders = tmp_path / "temporary"
+    folders.mkdir()
+    environ = {"ENGINE": "sim", "TMPDIR": str(folders)}
+    demo = Process("demo", DEMO, tmp_path / "log", env=environ, cwd=REPOSITORY, stdout=subprocess.PIPE)
     with demo:
         assert demo.popen.stdout is not None
         addresses = []
@@ -87,11 +91,12 @@ def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path) -> None:
             if words and words[0] == "2":
                 break
         assert len(addresses) == 2
-        demo.popen.send_signal(signal.SIGINT)
-        assert demo.popen.wait(60) == 130
+        demo.popen.send_signal(stop)
+        assert demo.popen.wait(60) == status
     for address in addresses:
         with pytest.raises(httpx.ConnectError):
             httpx.get(address)
+    assert list(folders.glob("rollout-demo-*")) == []
 
 
 @pytest.mark.vllm

@@ -10,7 +10,7 @@ import pytest
 from tests.engine_script import Reply
 from tests.faults.conftest import MakeService
 from tests.faults.scripted import Act, Engine, answers, says
-from tests.service import prompt, trained_ids
+from tests.service import prompt, trained_ids, until
 
 NAN, INF = math.nan, math.inf
 
@@ -64,7 +64,6 @@ BAD: dict[str, tuple[str, Act]] = {
     "a number": ("bad_answer", answers(body=b"7")),
     "no UTF-8": ("bad_answer", answers(body=b'{"choices": "\xff"}')),
     "an error object": ("bad_answer", answers(body=b'{"error": {"message": "engine core died"}}')),
-    "the connection cut": ("connection", answers(cut=True)),
     "the connection cut inside the body": ("connection", answers(cut_inside=True)),
 }
 
@@ -87,6 +86,19 @@ async def test_every_bad_answer_is_a_failed_attempt_with_its_reason_and_never_a_
         assert {key: now[key] for key in failed} == failed, name
     assert len(engine.attempts) == 3 * len(BAD), "one attempt each: max_attempts is 1"
     assert await live.slots_used() == 0
+
+
+async def test_a_connection_cut_for_ever_fails_the_rollouts_after_one_free_try_on_a_fresh_connection(
+    engine: Engine, service: MakeService
+) -> None:
+    engine.on("p:A;", answers(cut=True))
+    live = await service()
+    await live.submit(prompt("warm"))
+    await live.collect(1)  # idle connections are there to be reused
+    (group_id,) = await live.submit(prompt("A"))
+    await live.wait_state(group_id, "failed")
+    assert await live.metric("rollout_failed_total", 'reason="connection"') == 4
+    assert 4 <= len(engine.find("p:A;")) <= 8
 
 
 async def test_a_bad_answer_is_tried_again_under_a_new_id_as_any_transient_fault(
@@ -133,7 +145,8 @@ async def test_ids_and_logprobs_arrive_exactly_as_the_engine_gave_them(engine: E
         assert trained_ids(sample) == ids
         assert sample["input_ids"] == [*b"p:A;", *ids]
         assert sample["completion_mask"] == [0] * 4 + [1] * 6
-        assert sample["old_log_probs"] == [0.0] * 4 + pytest.approx(logprobs, rel=1e-6, abs=1e-37)
+        assert sample["old_log_probs"][:4] == [0.0] * 4
+        assert sample["old_log_probs"][4:] == pytest.approx(logprobs, rel=1e-6, abs=1e-37)
 
 
 async def test_half_a_character_does_not_cost_the_tokens(engine: Engine, service: MakeService) -> None:
@@ -168,16 +181,7 @@ async def test_idle_connections_that_the_engine_closes_cost_no_rollout(service: 
         await live.submit(*(prompt(f"{wave}.{number}") for number in range(4)))
         assert len(await live.collect(4)) == 4
         # Around the engine's limit, so that some connections are closed just as they are used again.
-        closed = engine.connections
         if wave % 2:
-            while engine.connections > 0:
-                assert engine.connections <= closed
-                await _breath()
+            await until(lambda: engine.connections == 0)
     assert await live.metric("rollout_failed_total") == 0
     assert len(engine.attempts) == 6 * 16
-
-
-async def _breath() -> None:
-    import asyncio
-
-    await asyncio.sleep(0.02)

@@ -574,6 +574,14 @@ async def test_an_engine_that_cannot_tell_the_text_is_warned_of_once_and_not_ask
     assert [entry["event"] for entry in logs].count("no_text_of_prompt_ids") == 1
 
 
+async def test_texts_that_cannot_be_had_hold_up_one_rollout_and_not_all_that_follow() -> None:
+    async with ScriptedEngine() as engine, fleet_of(engine) as fleet:
+        engine.detokenize = lambda ids: web.Response(status=500)
+        for token in range(8):
+            assert await fleet.prompt_text(array("i", [token])) is None
+        assert engine.paths["/detokenize"] == 3
+
+
 async def test_a_text_that_could_not_be_had_once_is_asked_for_again() -> None:
     answers = iter([web.Response(status=500), web.Response(body=b"?"), web.json_response({"prompt": "hi"})])
     async with ScriptedEngine() as engine, fleet_of(engine) as fleet:

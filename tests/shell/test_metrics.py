@@ -27,9 +27,7 @@ from rollout_service.metrics import Metrics
 from rollout_service.orchestrator import StatusView
 
 S = GroupState
-GROUP = Group(
-    seq=1, prompt_id="a", epoch=0, num_generations=2, waiting=(0, 1), submitted_at=100.0, changed_at=100.0
-)
+GROUP = Group(seq=1, prompt_id="a", epoch=0, num_generations=2, waiting=(0, 1), submitted_at=100.0, changed_at=100.0)
 MISSION = ("rollout_failed_total", "rollout_dropped_groups_total", "rollout_stale_groups_total")
 
 
@@ -197,7 +195,7 @@ async def test_a_stalled_loop_shows_as_lag(metrics: Metrics):
     measuring = asyncio.create_task(metrics.measure_lag())
     await asyncio.sleep(0)
     asyncio.get_running_loop().call_later(0.09, _stall)
-    while not value(metrics, "rollout_event_loop_lag_seconds_count"):  # noqa: ASYNC110 - the thing to wait for
+    while not value(metrics, "rollout_event_loop_lag_seconds_count"):
         await asyncio.sleep(0.01)
     measuring.cancel()
     assert (value(metrics, "rollout_event_loop_lag_seconds_sum") or 0) > 0.03

@@ -59,6 +59,8 @@ FAULTS = (
     "failed_commit",
     "kill",
     "reward_fault",
+    "rewind",
+    "reset",
 )
 END_OF_TIME_S = 50_000.0
 """Virtual seconds after which a run counts as stuck."""
@@ -167,6 +169,11 @@ class History:
         if new and lease.request_id is None:
             assert answer.policy_version >= known_version, "a lease made after a bump knows the new version"
 
+    def went_back(self, version: int, acked: dict[str, float]) -> None:
+        """The trainer returned to where `version` was current and `acked` was all that was acked."""
+        self.versions.append(version)
+        self.acked = dict(acked)
+
     def posted(self, version: int) -> None:
         assert version >= self.versions[-1], "the version never falls"
         self.versions.append(version)
@@ -187,6 +194,9 @@ class World:
         self.n = rng.randint(1, 4)
         self.max_staleness = rng.randint(0, 2)
         self.history = History(max_staleness=self.max_staleness)
+        self.marks: dict[str, tuple[int, dict[str, float]]] = {}
+        """Checkpoint -> version and acks at that moment."""
+        self.going_back = False
         self.killed = asyncio.Event()
         self.ids = iter(range(10**9))
         self.policy = Policy(
@@ -292,7 +302,7 @@ class World:
         )
         await self.fleet.start()
         await self.door.start()
-        assert self.door.version >= self.history.versions[-1], "a restart loses no version"
+        assert self.going_back or self.door.version >= self.history.versions[-1], "a restart loses no version"
 
     async def kill(self) -> None:
         """As kill -9 does: what was not committed at this instant never happens."""
@@ -407,6 +417,34 @@ class World:
             except Conflict:  # a lost answer of an earlier, higher post
                 version = self.door.version
             self.history.posted(version)
+
+        if self.rng.random() < 0.3:
+            await self.mark(f"m{next(self.ids):06}")
+        if self.marks and self.draw("rewind", 0.1):
+            await self.go_back("rewind", self.rng.choice(sorted(self.marks)))
+        if self.history.versions[-1] and self.draw("reset", 0.12):
+            await self.go_back("reset", "")
+
+    async def mark(self, name: str) -> None:
+        version, acked = self.history.versions[-1], dict(self.history.acked)
+        try:
+            await self.insist("mark", name)
+        except Conflict:  # made, its answer lost, and a group ended before it was asked for again
+            return
+        self.marks[name] = (version, acked)
+
+    async def go_back(self, how: str, name: str) -> None:
+        """To a checkpoint, or only to a lower version."""
+        self.going_back = True
+        if how == "rewind":
+            await self.insist("rewind", name)
+            version, acked = self.marks[name]
+            self.marks = {known: mark for known, mark in self.marks.items() if known <= name}
+        else:
+            version, acked = self.history.versions[-1] - 1, self.history.acked
+            await self.insist("post_version", version, reset=True)
+        self.history.went_back(version, acked)
+        self.going_back = False
 
     async def ack(self, lease_id: str, groups: list[str]) -> None:
         self.history.maybe_acked.update(groups)
