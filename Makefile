@@ -5,8 +5,6 @@ PY := .venv/bin/python
 READY := .venv/.complete
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rollout-service
 ACCEPTANCE ?= ../shared/acceptance
-# Where the +cpu builds of torch come from if pip does not find them anyway; second choice, for it may not be reachable.
-TORCH_CPU_INDEX := the-index-of-cpu-builds
 PIP := $(PY) -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
@@ -21,7 +19,7 @@ $(READY): requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("rollout-service needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@echo "making .venv (some minutes the first time)"
 	@$(PYTHON) -m venv .venv
-	@$(PIP) -r requirements/dev.txt || { echo "trying again with PyTorch's index of CPU builds"; $(PIP) --extra-index-url $(TORCH_CPU_INDEX) -r requirements/dev.txt; }
+	@$(PIP) -r requirements/dev.txt
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -61,7 +59,7 @@ bench: $(READY)  ## the service beside a bare client on one simulated engine
 lock: $(READY)  ## resolve both locks anew
 	@CUSTOM_COMPILE_COMMAND="make lock" .venv/bin/pip-compile -q --upgrade --extra dev --allow-unsafe --strip-extras --annotation-style line \
 	  --no-emit-index-url --no-emit-find-links --no-emit-trusted-host -o requirements/dev.txt pyproject.toml
-	@sed -i.bak -E 's/^torch==([0-9.]+)\+cpu +/torch==\1+cpu ; platform_system == "Linux"\ntorch==\1 ; platform_system != "Linux"  /' requirements/dev.txt && rm requirements/dev.txt.bak
+	@sed -i.bak -E 's/^torch==([0-9.]+)\+cpu/torch==\1/' requirements/dev.txt && rm requirements/dev.txt.bak  # any build will do
 	@$(PY) -m examples.engine.environment --lock
 
 clean:  ## remove .venv and what tools left in this folder

@@ -49,8 +49,8 @@ class Sample(msgspec.Struct, kw_only=True):
     finish_reason: str = "stop"
     truncated: bool = False
     metrics: dict[str, Any] = {}
-    weight_versions: list[Any] = []
-    """Spans of weight versions where the engine reports them."""
+    weight_versions: list[Any] | None = None
+    """Spans of weight versions; None where the engine reports none."""
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -58,7 +58,11 @@ class Group(msgspec.Struct, kw_only=True):
 
     group_id: str
     prompt_id: str
+    epoch: int = 0
+    """Pass over the prompts file; the prompt's identity together with `prompt_id`."""
     attempt: int = 1
+    num_generations: int | None = None
+    """Rollouts asked for; more than there are samples where some failed."""
     policy_version: int
     """Version current when the group's first rollout was dispatched."""
     staleness: int
@@ -149,6 +153,8 @@ class Status(msgspec.Struct, kw_only=True):
     outstanding: int
     slots: Slots
     paused: bool = False
+    blocked: str | None = None
+    """Why no new group is opened now."""
     halted: Halt | None = None
     oldest_outstanding: dict[str, Any] | None = None
     engines: list[dict[str, Any]] = []

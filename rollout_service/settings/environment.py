@@ -1,6 +1,6 @@
 """The environment as a settings source: `ROLLOUT_GROUPS__MAX_STALENESS=2` is `groups.max_staleness`.
 
-Each `ROLLOUT_…` variable either sets something or is reported; none is ignored, but for three kinds that are no settings:
+Each `ROLLOUT_…` variable sets something or is reported; none is ignored, but for three kinds that are no settings:
 the variable an engine's `api_key_env` names, those Kubernetes sets for a Service whose name begins with "rollout", and
 ROLLOUT_SERVICE, which tells tests and scripts where the command lies.
 A value that is not of its field's type stays text, so that validation refuses it like any other.

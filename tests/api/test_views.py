@@ -76,3 +76,21 @@ async def test_groups_come_in_pages_and_by_state():
         ):
             page = (await service.http.get(f"/groups?{query}")).json()
             assert [group["group_id"] for group in page["groups"]] == expected
+
+
+async def test_checkpoints_are_listed_returned_to_and_let_go():
+    async with Service(runner=Runner(answer=lambda job: finished(job.index))).in_process() as service:
+        made = (await service.post("/checkpoints", {"name": "step-400"})).json()
+        assert (made["name"], made["policy_version"], made["ended_groups"]) == ("step-400", 0, 0)
+        (group_id,) = await service.submit("a")
+        lease = (await service.post("/leases", {"max_groups": 1, "wait_s": 10})).json()
+        await service.post(f"/leases/{lease['lease_id']}/ack")
+        await service.post("/policy_version", {"version": 5})
+        rewound = (await service.post("/rewind", {"name": "step-400"})).json()
+        assert (rewound["version"], rewound["previous"], rewound["reopened_groups"]) == (0, 5, 1)
+        lease = (await service.post("/leases", {"max_groups": 1, "wait_s": 10})).json()
+        assert [group["group_id"] for group in lease["groups"]] == [group_id]
+        assert [mark["name"] for mark in (await service.http.get("/checkpoints")).json()["checkpoints"]] == ["step-400"]
+        assert (await service.http.delete("/checkpoints/step-400")).status_code == 204
+        assert (await service.http.get("/checkpoints")).json() == {"checkpoints": []}
+        assert (await service.post("/rewind", {"name": "step-400"})).status_code == 404

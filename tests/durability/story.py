@@ -59,6 +59,8 @@ class Plan:
     consumers: int = 3
     pending: int = 12
     """Groups outstanding that the run keeps up while it goes on."""
+    prompts: int | None = None
+    """How many there are; None: as many as it takes until `finish`."""
     habits: Habits = field(default_factory=Habits)
     lossy: Faults | None = None
     """Of the connections between trainer and service, and between service and engine."""
@@ -214,18 +216,32 @@ class Story:
         self.tasks = [asyncio.create_task(job) for job in (*jobs, self.trainer.steer(), self._feed())]
 
     async def _feed(self) -> None:
-        while self.trainer.steering:
+        left = self.plan.prompts
+        while self.trainer.steering if left is None else left > 0:
             status = await self.trainer.get("/status")
             if status["outstanding"] < self.plan.pending:
-                await self.trainer.submit([next(self.names) for _ in range(self.rng.randint(2, 5))])
+                count = self.rng.randint(2, 5) if left is None else min(left, self.plan.pending)
+                left = None if left is None else left - count
+                await self.trainer.submit([next(self.names) for _ in range(count)], final=left == 0)
             await asyncio.sleep(0.05)
 
+    async def acked(self, count: int) -> None:
+        """Wait until that many groups were acked."""
+        while len(self.history.acked) < count:
+            await asyncio.sleep(0.01)
+
     async def finish(self, within_s: float = 120.0) -> Counter[str]:
-        """No more prompts, no more kills: wait until all is over, and check it. Groups by their terminal state."""
-        self.trainer.steering = False
+        """No more kills, and no more prompts than planned: wait until all is over, and check it.
+
+        How many groups there are of each terminal state.
+        """
         async with asyncio.timeout(within_s):
-            await asyncio.gather(*self.tasks[-2:])
-            await self.trainer.submit([next(self.names)], final=True)
+            if self.plan.prompts is None:
+                self.trainer.steering = False
+                await asyncio.gather(*self.tasks[-2:])
+                await self.trainer.submit([next(self.names)], final=True)
+            await asyncio.gather(*self.tasks[:-2])
+            self.trainer.steering = False
             await asyncio.gather(*self.tasks)
         status = await self.trainer.look()
         ended = self.history.finished(status, await self.trainer.groups())

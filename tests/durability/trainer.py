@@ -19,7 +19,6 @@ from tests.durability.history import History, Json
 LOST_PAUSE_S = 0.02
 """Between two tries while the service is not there."""
 CALL_S = 30.0
-LEASE_S = 30
 SHORT_LEASE_S = 1
 """For a consumer that dies with its lease: the shortest there is."""
 
@@ -34,6 +33,8 @@ class Habits:
 
     hold_s: float = 0.3
     """Longest time a lease is held."""
+    lease_s: int = 4
+    """What is asked for: short, for a lease whose answer was lost must not hold up the end for long."""
     dies: float = 0.1
     releases: float = 0.15
     acks_in_parts: float = 0.2
@@ -127,7 +128,7 @@ class Trainer:
         """Lease, train, ack until nothing more can come."""
         while not self.over.is_set():
             dies = self._rng.random() < self.habits.dies
-            lease_s = SHORT_LEASE_S if dies else LEASE_S
+            lease_s = SHORT_LEASE_S if dies else self.habits.lease_s
             ask: Json = {"max_groups": self._rng.randint(1, self.habits.max_groups), "wait_s": 1, "lease_s": lease_s}
             ask["consumer"] = consumer
             if self._rng.random() < self.habits.names_requests:

@@ -422,7 +422,7 @@ class World:
             await self.mark(f"m{next(self.ids):06}")
         if self.marks and self.draw("rewind", 0.1):
             await self.go_back("rewind", self.rng.choice(sorted(self.marks)))
-        if self.history.versions[-1] and self.draw("reset", 0.12):
+        if self.history.versions[-1] and self.draw("reset", 0.2):
             await self.go_back("reset", "")
 
     async def mark(self, name: str) -> None:
