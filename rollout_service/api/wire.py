@@ -67,7 +67,8 @@ def group_pieces(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any
         "reward_mean": score.mean,
         "reward_std": score.std,
         "columns": prompt.columns,
-        "sampling": {**sampling, **prompt.sampling},
+        # As it was asked for; the configuration may be another one since.
+        "sampling": next((r.sampling for r in survivors if r.sampling), {**sampling, **prompt.sampling}),
         "logprobs_mode": modes.pop() if len(modes) == 1 else None,
     }
     yield _encode(head)[:-1] + b',"samples":['

@@ -153,6 +153,8 @@ class FinishedRollout:
     """Floats only: duration_s, attempts, ..."""
     logprobs_mode: str | None = None
     """What the engine's logprobs are of ("raw_logprobs", "processed_logprobs"); None where it does not say."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """What was asked of the engine: the configured sampling of that moment with the prompt's own on top."""
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -343,14 +343,15 @@ class Scheduler:
                 return None
         return seq
 
-    def give_up_waiting(self, error: str, *, now: float) -> None:
+    def give_up_waiting(self, error: str, *, now: float) -> tuple[Group, tuple[int, ...]] | None:
         """No engine was healthy for as long as rollouts may wait: fail the next group that would be dispatched.
 
-        One group and not all of them, so that the halt that follows costs one prompt; nothing while stopped.
+        One group and not all of them, so that the halt that follows costs one prompt; nothing while stopped. Returns
+        the group as it was opened and those of its rows that failed.
         """
         seq = self._next()
         if seq is None:
-            return
+            return None
         group = self.groups[seq]
         rows = group.waiting
         effects = self._changes.effects
@@ -359,6 +360,7 @@ class Scheduler:
         effects[mark:] = [effect for effect in effects[mark:] if not isinstance(effect, lifecycle.StartRollouts)]
         for row in rows:
             self.fail(seq, opened.attempt, row, FailureReason.ENGINE_UNAVAILABLE, error, None, now=now)
+        return opened, rows
 
     # rollouts and scoring: late and duplicate ones are no-ops that answer False
 

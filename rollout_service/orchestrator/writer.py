@@ -19,6 +19,8 @@ from rollout_service.core.group import Checkpoint, Group, LeaseState
 from rollout_service.core.lifecycle import EventKind, StartRollouts, StartScoring, StopRollouts, StopScoring
 from rollout_service.core.model import (
     DropReason,
+    FailedRollout,
+    FailureReason,
     FinishedRollout,
     GroupState,
     Prompt,
@@ -386,7 +388,19 @@ class Writer:
             self._engine_missed_since = now
         elif now - self._engine_missed_since >= self._rules.engine_wait_s:
             self._engine_missed_since = None
-            self.core.give_up_waiting(f"no engine was healthy for {self._rules.engine_wait_s:g} s", now=now)
+            self._give_up_waiting(f"no engine was healthy for {self._rules.engine_wait_s:g} s", now)
+
+    def _give_up_waiting(self, error: str, now: float) -> None:
+        given_up = self.core.give_up_waiting(error, now=now)
+        if given_up is None:
+            return
+        group, rows = given_up
+        log.warning("gave_up_waiting", group_id=group.group_id, rollouts=len(rows), error=error)
+        for row in rows:
+            failed = FailedRollout(index=row, reason=FailureReason.ENGINE_UNAVAILABLE, error=error)
+            self.committer.batch.rollouts[group.seq, group.attempt, row] = failed
+            self._after_commit(partial(self._observer.rollout_settled, failed, now - group.changed_at))
+        self.touch()  # waiting callers were served before this, and must hear of a halt
 
     # a store that fails
 

@@ -100,6 +100,7 @@ class SingleTurn:
                 "wasted_tokens": float(answer.wasted_tokens),
             },
             logprobs_mode=answer.logprobs_mode,
+            sampling=request.sampling,
         )
 
 

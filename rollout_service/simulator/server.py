@@ -45,6 +45,12 @@ def no_scale_out() -> Refusal:
     return Refusal(403, message, kind="PermissionDeniedError")
 
 
+def no_json() -> Refusal:
+    """What a body without its content type gets, whatever is in it."""
+    message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+    return Refusal(400, message, kind="Bad Request")
+
+
 class Generation:
     """Serves the three generation routes from one engine."""
 
@@ -73,6 +79,8 @@ class Generation:
                 raise no_scale_out()
             if self.engine.dead:
                 raise dead()
+            if not exchange.headers.get(b"content-type", b"").lower().startswith(b"application/json"):
+                raise no_json()
             ask = read(kind, exchange.body, self._settings)
         except Refusal as refusal:
             exchange.answer_json(refusal.body, status=refusal.status, close=refusal.status >= 500)

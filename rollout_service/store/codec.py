@@ -53,6 +53,7 @@ class _Finished(msgspec.Struct, array_like=True, frozen=True, gc=False):
     turns: list[_Turn]
     metrics: dict[str, float]
     logprobs_mode: str | None
+    sampling: Any = None
 
 
 class _Failed(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -139,6 +140,7 @@ def decode_finished(data: bytes, index: int) -> FinishedRollout:
         ),
         metrics=shape.metrics,
         logprobs_mode=shape.logprobs_mode,
+        sampling=shape.sampling or {},
     )
 
 
@@ -239,6 +241,7 @@ def _finished(rollout: FinishedRollout, json_value: Any) -> _Finished:
         ],
         metrics=rollout.metrics,  # type: ignore[arg-type]  # only encoded: any mapping will do
         logprobs_mode=rollout.logprobs_mode,
+        sampling=json_value(rollout.sampling),
     )
 
 

@@ -216,7 +216,7 @@ def _look_for_corruption(connection: sqlite3.Connection, path: Path) -> None:
     finally:
         connection.set_progress_handler(None, 0)
     if found != "ok":
-        raise ConfigError(f"store {path} is corrupt: {found}")
+        raise ConfigError(f"store {path} is corrupt: {' '.join(found.split())}")
 
 
 def _check_version(path: Path, found: int, newest: int) -> None:

@@ -15,7 +15,7 @@ from rollout_service.core.model import TERMINAL, DropReason, FailedRollout, Fini
 from rollout_service.core.records import GroupPayload, RunState, Snapshot, StoredPrompt
 from rollout_service.store import codec
 from rollout_service.store import sqlite_queries as sql
-from rollout_service.store.standing import as_read, ordered, rows_from
+from rollout_service.store.standing import ordered, rows_as_read, rows_from
 
 Settled = Mapping[int, tuple[bool, int]]
 """Row -> (finished?, payload bytes)."""
@@ -92,20 +92,25 @@ def ended_since(connection: sqlite3.Connection, ends: int) -> list[int]:
 
 def group_from(row: tuple[Any, ...], settled: Settled) -> Group:
     """`row` in the column order of READ_GROUP."""
-    waiting, finished, failed = rows_from(row[8])
-    group = Group(
+    state = GroupState(row[4])
+    if state in TERMINAL:
+        waiting, finished, failed = rows_from(row[8])
+        size = row[9]
+    else:
+        waiting, finished, failed, size = rows_as_read(row[8], settled)
+    return Group(
         seq=row[0],
         prompt_id=row[1],
         epoch=row[2],
         num_generations=row[3],
-        state=GroupState(row[4]),
+        state=state,
         attempt=row[5],
         tries=row[6],
         version=row[7],
         waiting=waiting,
         finished=finished,
         failed=failed,
-        payload_bytes=row[9],
+        payload_bytes=size,
         reason=None if row[10] is None else DropReason(row[10]),
         error=row[11],
         engine=row[12],
@@ -115,7 +120,6 @@ def group_from(row: tuple[Any, ...], settled: Settled) -> Group:
         changed_at=row[16],
         end_number=row[17],
     )
-    return as_read(group, settled)
 
 
 def _standing(connection: sqlite3.Connection, row: tuple[Any, ...]) -> Group:

@@ -43,20 +43,24 @@ def rows_from(text: str) -> tuple[tuple[int, ...], frozenset[int], frozenset[int
     return waiting, finished, frozenset(row for row, letter in enumerate(text) if letter == FAILED)
 
 
+def rows_as_read(
+    text: str, settled: Mapping[int, tuple[bool, int]]
+) -> tuple[tuple[int, ...], frozenset[int], frozenset[int], int]:
+    """(waiting, finished, failed, payload bytes) of an outstanding group.
+
+    `text` is a `rows_text`, `settled` is row -> (finished?, payload bytes) of its current attempt.
+    """
+    waiting = tuple(row for row, letter in enumerate(text) if letter != USED_UP and row not in settled)
+    finished = frozenset(row for row, (ok, _) in settled.items() if ok)
+    return waiting, finished, frozenset(settled) - finished, sum(size for ok, size in settled.values() if ok)
+
+
 def as_read(group: Group, settled: Mapping[int, tuple[bool, int]]) -> Group:
-    """`group` as a store gives it back; `settled`: row -> (finished?, payload bytes) of its current attempt."""
+    """`group` as a store gives it back; `settled` as for `rows_as_read`."""
     if group.state in TERMINAL:
         return group
-    finished = frozenset(row for row, (ok, _) in settled.items() if ok)
-    failed = frozenset(settled) - finished
-    return replace(
-        group,
-        waiting=tuple(row for row in group.rows if row not in settled),
-        running=frozenset(),
-        finished=finished,
-        failed=failed,
-        payload_bytes=sum(size for ok, size in settled.values() if ok),
-    )
+    waiting, finished, failed, size = rows_as_read(rows_text(group), settled)
+    return replace(group, waiting=waiting, running=frozenset(), finished=finished, failed=failed, payload_bytes=size)
 
 
 def run_as_kept(run: RunState) -> RunState:

@@ -3,61 +3,21 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 
-from rollout_service.simulator import FaultPlan, Simulator, SimulatorSettings
-
-COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
-
-
-class Caller:
-    """A simulator and a client of it."""
-
-    def __init__(self, sim: Simulator, session: aiohttp.ClientSession) -> None:
-        self.sim = sim
-        self.session = session
-
-    async def send(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        async with self.session.request(method, self.sim.url + path, json=body) as response:
-            return response.status, await response.json(content_type=None)
-
-    async def ask(self, prompt: str = "hello", *, request_id: str = "X", **body: Any) -> tuple[int, bytes]:
-        asked = {"prompt": prompt, "return_token_ids": True, "logprobs": 0, "max_tokens": 20, "ignore_eos": True}
-        async with self.session.post(
-            self.sim.url + COMPLETIONS, json={**asked, **body}, headers={"X-Request-Id": request_id}
-        ) as response:
-            return response.status, await response.read()
-
-    async def choice(self, prompt: str = "hello", **body: Any) -> dict[str, Any]:
-        status, answer = await self.ask(prompt, **body)
-        assert status == 200
-        first: dict[str, Any] = json.loads(answer)["choices"][0]
-        return first
-
-
-Start = Callable[..., Awaitable[Caller]]
+from rollout_service.simulator import FaultPlan
+from tests.simulator_caller import CHAT, COMPLETIONS, GENERATE, Start, simulators, soon
 
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    async with AsyncExitStack() as stack:
-
-        async def started(**fields: Any) -> Caller:
-            sim = await stack.enter_async_context(Simulator(SimulatorSettings(**{"latency": 0.0, **fields})))
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            return Caller(sim, session)
-
+    async with simulators(latency=0.0) as started:
         yield started
-
-
-def soon(work: Awaitable[Any]) -> asyncio.Future[Any]:
-    return asyncio.ensure_future(work)
 
 
 # -- which requests
