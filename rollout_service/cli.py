@@ -30,6 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+stores = typer.Typer(help="Look into a SQLite store, or make its file smaller.", no_args_is_help=True)
+app.add_typer(stores, name="store")
+
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="The TOML file; missing: environment (ROLLOUT_…) and defaults only."),
@@ -125,6 +128,46 @@ def simulate_engine(
             raise ConfigError(str(error)) from None
         code = simulator.serve(settings)
     raise typer.Exit(code)
+
+
+@stores.command()
+def stats(config: ConfigOption = None) -> None:
+    """Print what is in the store as JSON, bytes and counts; the service may be running."""
+    with _one_line_errors():
+        path = _store_file(config)
+
+        import json
+        from dataclasses import asdict
+
+        from rollout_service.store.sqlite_admin import store_stats
+
+        found = store_stats(path)
+    typer.echo(json.dumps({"path": str(path), **asdict(found), "outstanding": found.outstanding}, indent=2))
+
+
+@stores.command()
+def compact(config: ConfigOption = None) -> None:
+    """Give the file's free pages back to the disk; the service must not be running."""
+    with _one_line_errors():
+        path = _store_file(config)
+
+        from rollout_service.store.sqlite_admin import compact as rewrite
+
+        before, after = rewrite(path)
+    typer.echo(f"{path}: {before} bytes before, {after} after")
+
+
+def _store_file(config: Path | None) -> Path:
+    """The file of the configured store. Raises ConfigError where that is no SQLite store."""
+    _set_up_logs(LogFormat.AUTO, "error")
+    settings, _ = _load(config)
+
+    from rollout_service.store import SqliteStore, open_store
+
+    store = open_store(settings.store.url, max_staleness=settings.groups.max_staleness)
+    if not isinstance(store, SqliteStore):
+        raise ConfigError(f"store.url: {settings.store.url!r} is no SQLite store; there is no file to look into")
+    return store.path
 
 
 def _load(config: Path | None, *, host: str | None = None, port: int | None = None) -> tuple[Settings, Path | None]:

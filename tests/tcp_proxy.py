@@ -63,18 +63,19 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
+        self.counts["connections"] += 1
         try:
             await self._connected(reader, writer)
-        except (OSError, asyncio.CancelledError):
-            writer.transport.abort()
+        except OSError:
+            pass  # the target is away, or one side is gone: the caller's connection ends, as the target's would
         finally:
             self._connections.discard(task)
+            await _closed(writer)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.counts["connections"] += 1
-        there, answers_to = await asyncio.open_connection(self._host, self._port)
+        there, to_target = await asyncio.open_connection(self._host, self._port)
         ways = {
-            asyncio.ensure_future(_pump(reader, answers_to)),
+            asyncio.ensure_future(_pump(reader, to_target)),
             asyncio.ensure_future(self._answers(there, writer)),
         }
         try:
@@ -84,10 +85,8 @@ class Proxy:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            answers_to.transport.abort()
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
+            to_target.transport.abort()
+            await _closed(to_target)
 
     async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(PIECE):
@@ -118,3 +117,9 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while piece := await reader.read(PIECE):
         writer.write(piece)
         await writer.drain()
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()

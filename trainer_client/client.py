@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from urllib.parse import urlsplit
@@ -61,7 +61,9 @@ class RolloutClient:
                 client.post_version(step)
 
     `timeout_s`: longest silence of the service; `retry_for_s`: how long a call is tried again after its first failure;
-    `consumer`: the name its leases carry; `transport`: an httpx transport to use instead of the network.
+    `consumer`: the name its leases carry; `binary`: ask for leases as safetensors, whose token arrays are numpy arrays
+    (False: as JSON, whose are lists; a service that knows no other sends JSON anyway); `transport`: an httpx transport
+    to use instead of the network.
     Raises the errors of `trainer_client.errors`, and ValueError for a URL that is not http(s).
     """
 
@@ -72,12 +74,13 @@ class RolloutClient:
         timeout_s: float = TIMEOUT_S,
         retry_for_s: float = RETRY_FOR_S,
         consumer: str | None = None,
+        binary: bool = True,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         import httpx
 
         self._url = _checked(url)
-        self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer)
+        self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer, binary=binary)
         self._own_transport = transport is not None
         self._http = httpx.Client(base_url=self._url, transport=transport, verify=_uses_tls(self._url))
 
@@ -193,10 +196,10 @@ class RolloutClient:
         import httpx
 
         try:
-            answer = self._http.request(**_arguments(request))
+            with self._http.stream(**_arguments(request)) as answer:
+                return _response(answer, answer.iter_bytes())
         except httpx.RequestError as error:
             raise _unreachable(self._url, request, error) from error
-        return _response(answer)
 
 
 class AsyncRolloutClient:
@@ -212,12 +215,13 @@ class AsyncRolloutClient:
         timeout_s: float = TIMEOUT_S,
         retry_for_s: float = RETRY_FOR_S,
         consumer: str | None = None,
+        binary: bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         import httpx
 
         self._url = _checked(url)
-        self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer)
+        self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer, binary=binary)
         self._owns_leases = True
         self._http = httpx.AsyncClient(base_url=self._url, transport=transport, verify=_uses_tls(self._url))
 
@@ -328,10 +332,10 @@ class AsyncRolloutClient:
         import httpx
 
         try:
-            answer = await self._http.request(**_arguments(request))
+            async with self._http.stream(**_arguments(request)) as answer:
+                return _response(answer, [chunk async for chunk in answer.aiter_bytes()])
         except httpx.RequestError as error:
             raise _unreachable(self._url, request, error) from error
-        return _response(answer)
 
 
 def _checked(url: str) -> str:
@@ -349,6 +353,8 @@ def _uses_tls(url: str) -> bool:
 def _arguments(request: Request) -> dict[str, Any]:
     """What both kinds of httpx client take."""
     headers = {"content-type": "application/json"} if request.body is not None else {}
+    if request.accept is not None:
+        headers["accept"] = request.accept
     return {
         "method": request.method,
         "url": request.path,
@@ -358,8 +364,13 @@ def _arguments(request: Request) -> dict[str, Any]:
     }
 
 
-def _response(answer: httpx.Response) -> Response:
-    return Response(status=answer.status_code, content=answer.content, retry_after=answer.headers.get("retry-after"))
+def _response(answer: httpx.Response, chunks: Iterable[bytes]) -> Response:
+    return Response(
+        status=answer.status_code,
+        content=bytearray().join(chunks),  # writable, and so are the arrays of a binary lease: torch asks for that
+        retry_after=answer.headers.get("retry-after"),
+        content_type=answer.headers.get("content-type", ""),
+    )
 
 
 def _unreachable(url: str, request: Request, error: httpx.RequestError) -> ServiceUnreachable:

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
+from trainer_client.binary import ACCEPT, MEDIA_TYPE, decode_lease
 from trainer_client.errors import (
     ClientError,
     Conflict,
@@ -68,14 +69,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes | None = None
     timeout_s: float
     idempotent: bool = True
+    accept: str | None = None
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
     """What came back."""
 
     status: int
-    content: bytes
+    content: bytes | bytearray
     retry_after: str | None = None
+    content_type: str = ""
 
 
 class Pause(msgspec.Struct, frozen=True):
@@ -97,11 +100,13 @@ class Core:
         timeout_s: float,
         retry_for_s: float,
         consumer: str | None,
+        binary: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.timeout_s = timeout_s
         self.retry_for_s = retry_for_s
         self.consumer = consumer
+        self.binary = binary
         self.clock = clock
         self.posted_version: int | None = None
         """The last version this client posted."""
@@ -170,7 +175,11 @@ class Core:
         }
         if name := consumer or self.consumer:
             body["consumer"] = name
-        answer = yield from self._call("POST", "/leases", _json(body), timeout_s=wait_s + self.timeout_s)
+        answer = yield from self._call(
+            "POST", "/leases", _json(body), timeout_s=wait_s + self.timeout_s, accept=ACCEPT if self.binary else None
+        )
+        if answer.content_type.partition(";")[0].strip().lower() == MEDIA_TYPE:
+            return decode_lease(answer.content)
         return _decode(answer, Lease)
 
     def ack(self, lease: Lease | str, group_ids: Sequence[str] | None = None) -> Flow[None]:
@@ -276,7 +285,13 @@ class Core:
     def _brief(self) -> Core:
         """The same calls with little patience, for the way out."""
         patience = min(self.retry_for_s, GIVE_BACK_FOR_S)
-        return Core(timeout_s=GIVE_BACK_FOR_S, retry_for_s=patience, consumer=self.consumer, clock=self.clock)
+        return Core(
+            timeout_s=GIVE_BACK_FOR_S,
+            retry_for_s=patience,
+            consumer=self.consumer,
+            binary=self.binary,
+            clock=self.clock,
+        )
 
     # looking in, and steering
 
@@ -359,10 +374,22 @@ class Core:
     # one call
 
     def _call(
-        self, method: str, path: str, body: bytes | None = None, *, timeout_s: float = 0.0, idempotent: bool = True
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        timeout_s: float = 0.0,
+        idempotent: bool = True,
+        accept: str | None = None,
     ) -> Flow[Response]:
         request = Request(
-            method=method, path=path, body=body, timeout_s=timeout_s or self.timeout_s, idempotent=idempotent
+            method=method,
+            path=path,
+            body=body,
+            timeout_s=timeout_s or self.timeout_s,
+            idempotent=idempotent,
+            accept=accept,
         )
         deadline: float | None = None
         backoff, tries, maybe_done = FIRST_BACKOFF_S, 0, False

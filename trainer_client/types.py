@@ -7,6 +7,7 @@ Within a sample `input_ids`, `completion_mask` and `old_log_probs` have equal le
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -25,7 +26,11 @@ class LeaseStatus(StrEnum):
 
 
 class Sample(msgspec.Struct, kw_only=True):
-    """One training row made of a rollout. T = length of prompt and completion together."""
+    """One training row made of a rollout. T = length of prompt and completion together.
+
+    The three arrays are numpy arrays (int32, uint8, float32) that share one buffer with the rest of their lease, or
+    lists where the lease came as JSON.
+    """
 
     rollout_id: str = ""
     index: int
@@ -34,11 +39,11 @@ class Sample(msgspec.Struct, kw_only=True):
     prompt: Any = None
     """Messages, text, or None where the engine cannot give the text of ids."""
     completion: Any = None
-    input_ids: list[int]
+    input_ids: Sequence[int]
     """(T,) token ids, prompt and completion."""
-    completion_mask: list[int]
+    completion_mask: Sequence[int]
     """(T,) 1 on tokens to train, 0 on context."""
-    old_log_probs: list[float]
+    old_log_probs: Sequence[float]
     """(T,) the engine's logprob of `input_ids[t]` given what stands before it where the mask is 1, else 0.0."""
     reward: float | None = None
     """Weighted sum over reward functions; None: unscored."""

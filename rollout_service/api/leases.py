@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from fastapi import Depends, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rollout_service.api import wire
+from rollout_service.api import binary, wire
 from rollout_service.api.body import JsonBody
 from rollout_service.api.context import Context, Ctx
 from rollout_service.api.problems import CLIENT_GONE, declared
@@ -33,18 +33,39 @@ from rollout_service.errors import InvalidField, NotFound
 from rollout_service.orchestrator import HungUp, views
 from rollout_service.settings import Settings
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 CHUNK_BYTES = 2**20
-"""JSON written by one turn of a thread and held in memory at once."""
+"""Bytes written by one turn of a thread and held in memory at once."""
 MAX_LEASE_ID = 128
+BINARY_CONTENT = {
+    binary.MEDIA_TYPE: {
+        "schema": {
+            "type": "string",
+            "format": "binary",
+            "description": "A safetensors file: `input_ids` int32 (T,), `old_log_probs` float32 (T,), "
+            "`completion_mask` uint8 (T,), `cu_seqlens` int64 (samples + 1,), `advantages` float64 (samples,); "
+            "the metadata's `lease` is the JSON answer without the first three. "
+            "Sample i is rows cu_seqlens[i]:cu_seqlens[i + 1].",
+        }
+    }
+}
 
 routes = router("leases")
 
 
 @routes.post(
-    "/leases", response_class=Response, responses={200: {"model": LeaseAnswer}, **declared(400, 409, 413, 422, 503)}
+    "/leases",
+    response_class=Response,
+    responses={200: {"model": LeaseAnswer, "content": BINARY_CONTENT}, **declared(400, 409, 413, 422, 503)},
 )
 async def post_lease(ctx: Ctx, request: Request, body: Annotated[LeaseBody, Depends(JsonBody(LeaseBody))]) -> Response:
-    """Lease scored groups, oldest version first; waits up to `wait_s` seconds for `min_groups` of them."""
+    """Lease scored groups, oldest version first; waits up to `wait_s` seconds for `min_groups` of them.
+
+    `Accept: application/vnd.safetensors` gets the same content as one safetensors file, or as JSON where the texts of
+    the lease pass the 100 MB that the format's readers allow.
+    """
     _check_min_groups(body.min_groups, body.max_groups, ctx.settings)
     asked = views.LeaseRequest(
         max_groups=body.max_groups,
@@ -59,7 +80,7 @@ async def post_lease(ctx: Ctx, request: Request, body: Annotated[LeaseBody, Depe
             answer = await ctx.orchestrator.lease(asked, asyncio.shield(gone))
         except HungUp:
             return Response(status_code=CLIENT_GONE)
-    return LeaseResponse(ctx, answer)
+    return LeaseResponse(ctx, answer, in_binary=binary.preferred(request.headers.getlist("accept")))
 
 
 @routes.post("/leases/{lease_id}/ack", responses=declared(400, 404, 409, 413, 422, 503))
@@ -128,11 +149,12 @@ class LeaseResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(self, ctx: Context, answer: views.LeaseAnswer) -> None:
+    def __init__(self, ctx: Context, answer: views.LeaseAnswer, *, in_binary: bool = False) -> None:
         super().__init__()
-        del self.headers["content-length"]  # it is not known before the last chunk
+        del self.headers["content-length"]  # JSON's is not known before the last chunk
         self._ctx = ctx
         self._answer = answer
+        self._in_binary = in_binary
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         lease = self._answer.lease
@@ -149,33 +171,38 @@ class LeaseResponse(Response):
 
     async def _deliver(self, send: Send, gone: Callable[[], bool]) -> bool:
         """Whether the caller was there until the end."""
-        pieces = self._pieces()
-        chunk = await asyncio.to_thread(_take, pieces) if self._answer.lease else _take(pieces)
+        pieces = await self._off_loop(self._encoded)
+        chunk = await self._off_loop(_take, pieces)
         if gone():
             return False
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         while chunk:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            chunk = await asyncio.to_thread(_take, pieces) if self._answer.lease else _take(pieces)
+            chunk = await self._off_loop(_take, pieces)
             if gone():
                 return False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True
 
-    def _pieces(self) -> Iterator[bytes]:
-        answer, sampling = self._answer, self._ctx.settings.sampling.request_fields()
-        yield wire.lease_head(answer)
-        if answer.lease is not None:
-            for number, payload in enumerate(answer.payloads):
-                if number:
-                    yield b","
-                yield from wire.group_pieces(payload, answer.lease, sampling)
-        yield wire.TAIL
+    async def _off_loop(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """In a thread, unless there is no group: that is no work."""
+        if self._answer.lease is None:
+            return work(*args, **kwargs)
+        return await asyncio.to_thread(work, *args, **kwargs)
+
+    def _encoded(self) -> Iterator[bytes | memoryview]:
+        """The body in pieces; sets the headers that go with it."""
+        sampling = self._ctx.settings.sampling.request_fields()
+        if self._in_binary and (file := binary.lease_file(self._answer, sampling)) is not None:
+            self.headers["content-type"] = binary.MEDIA_TYPE
+            self.headers["content-length"] = str(file.size)
+            return file.pieces
+        return wire.lease_pieces(self._answer, sampling)
 
 
-def _take(pieces: Iterator[bytes]) -> bytes:
+def _take(pieces: Iterator[bytes | memoryview]) -> bytes:
     """The next chunk; empty at the end."""
-    taken: list[bytes] = []
+    taken: list[bytes | memoryview] = []
     size = 0
     while size < CHUNK_BYTES and (piece := next(pieces, None)) is not None:
         taken.append(piece)

@@ -16,7 +16,7 @@ import msgspec
 
 from rollout_service.core.group import Lease
 from rollout_service.core.model import FinishedRollout, FinishReason
-from rollout_service.core.records import GroupPayload, GroupScore, RowScore
+from rollout_service.core.records import GroupPayload, RowScore
 from rollout_service.core.sequences import token_sequences
 from rollout_service.orchestrator.views import LeaseAnswer
 
@@ -48,12 +48,40 @@ def lease_head(answer: LeaseAnswer) -> bytes:
 TAIL = b"]}"
 
 
-def group_pieces(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any]) -> Iterator[bytes]:
-    """One scored group; `sampling` is the configured one, under the prompt's own. For a thread: see `PIECE_ITEMS`."""
+def lease_pieces(answer: LeaseAnswer, sampling: Mapping[str, Any]) -> Iterator[bytes]:
+    """The whole document. For a thread: see `PIECE_ITEMS`."""
+    yield lease_head(answer)
+    if answer.lease is not None:
+        for number, payload in enumerate(answer.payloads):
+            if number:
+                yield b","
+            yield from _group_pieces(payload, answer.lease, sampling)
+    yield TAIL
+
+
+def _group_pieces(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any]) -> Iterator[bytes]:
+    yield group_head(payload, lease, sampling)
+    first = True
+    for rollout, _, about in group_rollouts(payload):
+        for sequence in token_sequences(rollout.turns):
+            yield about if first else b"," + about
+            first = False
+            yield from _array("input_ids", sequence.input_ids)
+            yield from _array("completion_mask", sequence.completion_mask)
+            yield from _array("old_log_probs", sequence.old_log_probs)
+            yield b"}"
+    yield TAIL
+
+
+def group_head(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any]) -> bytes:
+    """A scored group up to its samples, which follow it separated by commas, and `TAIL`.
+
+    `sampling` is the configured one, under the prompt's own.
+    """
     group, prompt, score = payload.group, payload.prompt, payload.score
     if prompt is None or score is None or group.version is None:
         raise ValueError(f"{group.group_id} is {group.state} and has nothing to deliver")
-    survivors = [rollout for _, rollout in sorted(payload.rollouts.items()) if isinstance(rollout, FinishedRollout)]
+    survivors = _survivors(payload)
     modes = {rollout.logprobs_mode for rollout in survivors}
     head = {
         "group_id": group.group_id,
@@ -71,23 +99,22 @@ def group_pieces(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any
         "sampling": next((r.sampling for r in survivors if r.sampling), {**sampling, **prompt.sampling}),
         "logprobs_mode": modes.pop() if len(modes) == 1 else None,
     }
-    yield _encode(head)[:-1] + b',"samples":['
-    first = True
-    for rollout in survivors:
+    return bytes(_encode(head)[:-1] + b',"samples":[')
+
+
+def group_rollouts(payload: GroupPayload) -> Iterator[tuple[FinishedRollout, RowScore, bytes]]:
+    """Every survivor by row, its score, and what its samples share: an object without its arrays and closing brace."""
+    group, score = payload.group, payload.score
+    if score is None or group.version is None:
+        raise ValueError(f"{group.group_id} is {group.state} and has nothing to deliver")
+    for rollout in _survivors(payload):
+        row_score = score.rows.get(rollout.index) or RowScore(reward=None, rewards={}, advantage=0.0)
         rollout_id = f"{group.group_id}.{group.attempt}.{rollout.index}"
-        about = _encode(_about(rollout, rollout_id, group.version, _row_score(score, rollout)))[:-1]
-        for sequence in token_sequences(rollout.turns):
-            yield about if first else b"," + about
-            first = False
-            yield from _array("input_ids", sequence.input_ids)
-            yield from _array("completion_mask", sequence.completion_mask)
-            yield from _array("old_log_probs", sequence.old_log_probs)
-            yield b"}"
-    yield b"]}"
+        yield rollout, row_score, _encode(_about(rollout, rollout_id, group.version, row_score))[:-1]
 
 
-def _row_score(score: GroupScore, rollout: FinishedRollout) -> RowScore:
-    return score.rows.get(rollout.index) or RowScore(reward=None, rewards={}, advantage=0.0)
+def _survivors(payload: GroupPayload) -> list[FinishedRollout]:
+    return [rollout for _, rollout in sorted(payload.rollouts.items()) if isinstance(rollout, FinishedRollout)]
 
 
 def _about(rollout: FinishedRollout, rollout_id: str, version: int, score: RowScore) -> dict[str, Any]:

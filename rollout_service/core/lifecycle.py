@@ -44,7 +44,7 @@ class EventKind(StrEnum):
     REWOUND = "rewound"
     """The trainer went back to a mark from before it ended."""
     RECOVERED = "recovered"
-    """The service started again: what was in flight is not."""
+    """What was decided to be in flight is not: the service started again, or a bump came before anything was sent."""
 
 
 TRANSITIONS: Mapping[tuple[S, EventKind], frozenset[S]] = {
@@ -56,7 +56,7 @@ TRANSITIONS: Mapping[tuple[S, EventKind], frozenset[S]] = {
     (S.GENERATING, EventKind.OUTDATED): frozenset({S.PENDING, S.STALE}),
     (S.GENERATING, EventKind.CANCELLED): frozenset({S.DROPPED}),
     (S.GENERATING, EventKind.RESET): frozenset({S.PENDING}),
-    (S.GENERATING, EventKind.RECOVERED): frozenset({S.PENDING, S.GENERATING}),
+    (S.GENERATING, EventKind.RECOVERED): frozenset({S.PENDING, S.GENERATING, S.SCORING, S.DROPPED, S.FAILED}),
     (S.SCORING, EventKind.SCORED): frozenset({S.READY, S.DROPPED}),
     (S.SCORING, EventKind.OUTDATED): frozenset({S.PENDING, S.STALE}),
     (S.SCORING, EventKind.CANCELLED): frozenset({S.DROPPED}),
@@ -287,7 +287,7 @@ def _move(group: Group, event: Event, policy: GroupPolicy) -> tuple[Group, tuple
         case Rewound():
             return replace(_again(group, rows=tuple(range(group.num_generations))), tries=1), ()
         case Recovered():
-            return _recovered(group), ()
+            return _settle(_recovered(group), policy)
         case _:
             assert_never(event)
 
@@ -372,7 +372,7 @@ def _again(group: Group, *, rows: tuple[int, ...]) -> Group:
 
 
 def _recovered(group: Group) -> Group:
-    """After a restart unfinished rows count as not dispatched (design 4.4); with no row settled, nothing was."""
+    """Unfinished rows count as not dispatched (design 4.4); with no row settled, nothing was."""
     waiting = tuple(sorted((*group.waiting, *group.running)))
     if not group.finished and not group.failed:
         return replace(group, state=S.PENDING, version=None, waiting=waiting, running=frozenset())

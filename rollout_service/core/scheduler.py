@@ -15,7 +15,7 @@ from enum import StrEnum
 from rollout_service.core import lifecycle
 from rollout_service.core.changes import Bumped, Changes, Counts, Halt, Moved
 from rollout_service.core.group import Checkpoint, Group, GroupPolicy, Lease, LeaseState, group_id
-from rollout_service.core.lifecycle import Event, IllegalEvent
+from rollout_service.core.lifecycle import Event, EventKind, IllegalEvent
 from rollout_service.core.model import OUTSTANDING, DropReason, FailureReason, GroupState
 from rollout_service.core.queues import ReadyQueue, SeqQueue
 from rollout_service.core.records import RunState, Snapshot
@@ -202,6 +202,9 @@ class Scheduler:
         self.checkpoints = {checkpoint.name: checkpoint for checkpoint in snapshot.checkpoints}
         for group in snapshot.groups:
             self._enter(group)
+            lease = self.leases.get(group.lease_id or "")
+            if lease is not None and lease.policy_version == self.version:
+                self._count_against_pace(group.seq)
         for group in snapshot.groups:
             if group.state is S.GENERATING:
                 self._apply(group, lifecycle.Recovered(), now)
@@ -231,11 +234,20 @@ class Scheduler:
 
     # policy versions
 
-    def post_version(self, version: int, *, now: float, reset: bool = False) -> Bumped:
-        """Rules 3.1.2 and 3.1.7. Raises VersionTooLow, with nothing changed."""
-        previous, in_flight = self.version, self.in_flight
+    def post_version(
+        self, version: int, *, now: float, reset: bool = False, unsent: Iterable[tuple[int, int]] = ()
+    ) -> Bumped:
+        """Rules 3.1.2 and 3.1.7. Raises VersionTooLow, with nothing changed.
+
+        `unsent`: (seq, attempt) of groups opened so recently that no request has left. They were not dispatched, so
+        that a bump costs them nothing: they are opened anew at the new version.
+        """
+        previous = self.version
         if version < previous and not reset:
             raise VersionTooLow(version, previous)
+        if version != previous:
+            self._unopen(unsent, now)
+        in_flight = self.in_flight
         stale = 0
         if version != previous:
             self.version = version
@@ -248,6 +260,12 @@ class Scheduler:
         return Bumped(
             version=version, previous=previous, stale_groups=stale, aborted_rollouts=in_flight - self.in_flight
         )
+
+    def _unopen(self, unsent: Iterable[tuple[int, int]], now: float) -> None:
+        for seq, attempt in sorted(unsent):
+            group = self.groups.get(seq)
+            if group is not None and group.attempt == attempt and group.state is S.GENERATING:
+                self._apply(group, lifecycle.Recovered(), now)
 
     def _sweep(self, now: float) -> int:
         """Outdate every covered group beyond the bound; how many there were."""
@@ -423,9 +441,13 @@ class Scheduler:
         )
         for seq in seqs:
             self._apply(self.groups[seq], lifecycle.Leased(lease_id=lease_id), now)
-            self._paced.add(seq)
+            self._count_against_pace(seq)
         self.leases[lease_id] = self._changes.leases[lease_id] = lease
         return lease
+
+    def _count_against_pace(self, seq: int) -> None:
+        if self.policy.pace_bound is not None:  # else the set would only grow
+            self._paced.add(seq)
 
     def _relax_pace(self) -> None:
         """A trainer that asks for more within one version than the pace foresees must not wait for ever.
@@ -473,11 +495,11 @@ class Scheduler:
         return held
 
     def renew(self, lease_id: str, lease_s: int, *, now: float) -> Lease | None:
-        """Extend a live lease to `now + lease_s`; None where it lives no more."""
+        """Extend a live lease to `now + lease_s`, never shorten it; None where it lives no more."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return None
-        lease = replace(lease, expires_at=now + lease_s)
+        lease = replace(lease, expires_at=max(lease.expires_at, now + lease_s))
         self.leases[lease_id] = self._changes.leases[lease_id] = lease
         return lease
 
@@ -523,6 +545,7 @@ class Scheduler:
         if group is None:
             return False
         self._apply(group, lifecycle.Cancelled(), now)
+        self._paced.discard(seq)
         if group.lease_id is not None:
             self._close_lease_if_empty(group.lease_id)
         return True
@@ -556,7 +579,7 @@ class Scheduler:
             if after.state.terminal:
                 changes.ended.add(after.seq)
                 changes.run = True
-            self._watch(after, now)
+            self._watch(after, lifecycle.KIND_OF[type(event)], now)
         return after
 
     def _enter(self, group: Group) -> None:
@@ -600,10 +623,12 @@ class Scheduler:
             if not members:
                 del self._by_version[_version(group)]
 
-    def _watch(self, group: Group, now: float) -> None:
+    def _watch(self, group: Group, kind: EventKind, now: float) -> None:
         """Count groups that went wrong in a row, and halt (design 3.2.3)."""
         policy = self.policy
         if group.state is S.READY:
+            if kind is not EventKind.SCORED:  # it came back from a lease, which proves nothing of the engines
+                return
             self._failed_in_a_row = self._unproductive_in_a_row = 0
             return
         failed = group.state is S.FAILED

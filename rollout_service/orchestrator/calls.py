@@ -22,8 +22,8 @@ class Calls:
 
     @property
     def version(self) -> int:
-        """The current policy version."""
-        return self._writer.core.version
+        """The current policy version, as it is on disk."""
+        return self._writer.version
 
     def _seq(self, public_id: str) -> int:
         seq = group_seq(public_id)

@@ -11,6 +11,10 @@ class PauseGate:
     def __init__(self) -> None:
         self._open = asyncio.Event()
 
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
     def set(self, is_open: bool) -> None:
         if is_open:
             self._open.set()

@@ -89,22 +89,24 @@ class Intake:
 
     async def _read_some(self, count: int) -> None:
         source = self._source
+        self._door.writer.require_open()  # else the position may be one that was never committed
         position = self._door.writer.run.read_position
         rows = await asyncio.to_thread(source.read, position, count)
         submissions = [Submission(prompt=row, digest=self._digest(row)) for row in rows]
         end = position + len(rows)
         last = not rows or (source.total is not None and end >= source.total)
         try:
-            await self._door.take(submissions, final=last, read_position=end)
+            await self._door.take(submissions, final=last, read_from=position, read_position=end)
         except Conflict:
             await self._one_by_one(submissions, position)
-            await self._door.take([], final=last, read_position=end)
+            await self._door.take([], final=last, read_from=end, read_position=end)
         self.done = last
 
     async def _one_by_one(self, submissions: Sequence[Submission], position: int) -> None:
         """One row's identity is known with other content: leave that row out, loudly, and take the others."""
         for at, submission in enumerate(submissions, position + 1):
             try:
-                await self._door.take([submission], read_position=at)
+                await self._door.take([submission], read_from=at - 1, read_position=at)
             except Conflict as error:
                 log.error("prompt_refused", prompt_id=submission.prompt.prompt_id, error=str(error))
+                await self._door.take([], read_from=at - 1, read_position=at)

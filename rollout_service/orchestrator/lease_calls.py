@@ -33,7 +33,11 @@ class LeaseCalls(Calls):
             outcome = await self._wait(waiter, request.wait_s, hung_up)
         if isinstance(outcome, LeaseStatus):
             return LeaseAnswer(status=outcome, policy_version=self.version, outstanding=writer.core.outstanding)
-        return await self._answer(outcome)
+        try:
+            return await self._answer(outcome)
+        except BaseException:  # cancelled, or the payloads could not be read: nobody has the groups
+            await self.abandon(outcome)
+            raise
 
     async def _place_for(self, request: LeaseRequest) -> Waiter | Lease:
         """The live lease of this `request_id`, the waiter to share, or a new place at the end of the line."""
@@ -75,7 +79,7 @@ class LeaseCalls(Calls):
         try:
             waiting: set[asyncio.Future[Any]] = {waiter.future} if gone is None else {waiter.future, gone}
             done, _ = await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done and waiter.granted is not None:  # decided in time, not yet on disk
+            if not done and waiter.decided:  # in time, but not yet on disk
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if waiter.future in done:
                 return waiter.future.result()

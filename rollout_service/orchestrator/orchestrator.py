@@ -80,10 +80,10 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         """Rule 3.1.7. Raises Conflict where the version is lower than the current one and `reset` is not set."""
         writer = self._writer
         writer.require_open()
-        writer.seal_leases()
         try:
-            bumped = writer.core.post_version(version, now=self._clock(), reset=reset)
+            bumped = writer.post_version(version, reset=reset)
         except VersionTooLow as error:
+            await writer.committer.committed()  # what it contradicts must be so for good
             raise Conflict(f'{error}; a trainer that went back says "reset": true', version=error.current) from error
         writer.turn()
         await writer.committer.committed()

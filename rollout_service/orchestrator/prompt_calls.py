@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from rollout_service.core.group import Group, group_id
 from rollout_service.core.model import Prompt
 from rollout_service.core.records import NewGroup
-from rollout_service.errors import Conflict, InvalidField, QueueFull
+from rollout_service.errors import Conflict, InvalidField, QueueFull, StoreUnavailable
 from rollout_service.orchestrator.calls import Calls
 from rollout_service.orchestrator.parts import Clock
 from rollout_service.orchestrator.prompt_memory import prompt_size
@@ -27,14 +27,23 @@ class PromptCalls(Calls):
         return self._rules.policy.max_pending_groups
 
     async def take(
-        self, submissions: Sequence[Submission], *, final: bool = False, read_position: int | None = None
+        self,
+        submissions: Sequence[Submission],
+        *,
+        final: bool = False,
+        read_from: int = 0,
+        read_position: int | None = None,
     ) -> list[tuple[str, str]]:
-        """As `submit`, for the prompts file too: `read_position` is committed together with the groups."""
+        """As `submit`, for the prompts file too: it was read from `read_from` to `read_position`, which is committed
+        together with the groups. Raises StoreUnavailable where the store was reloaded at another position meanwhile.
+        """
         writer = self._writer
         async with self._submitting:
             writer.require_open()
             known = await self._known({(s.prompt.prompt_id, s.prompt.epoch) for s in submissions})
             writer.require_open()
+            if read_position is not None and read_from != writer.run.read_position:
+                raise StoreUnavailable("the store was reloaded while rows were read; they are read again")
             seqs, new = self._number(submissions, known)
             self._check_room(new)
             if new:

@@ -45,9 +45,8 @@ class PromptMemory:
         """Read the prompts of `seqs`. Raises StoreUnavailable."""
         ordered = sorted(seqs)
         for start in range(0, len(ordered), LOAD_CHUNK):
-            for payload in await store.payloads(ordered[start : start + LOAD_CHUNK]):
-                if payload.prompt is not None:
-                    self.add(payload.group.seq, payload.prompt)
+            for seq, prompt in (await store.prompts(ordered[start : start + LOAD_CHUNK])).items():
+                self.add(seq, prompt)
 
 
 def prompt_size(prompt: Prompt) -> int:

@@ -60,6 +60,7 @@ class Serving:
         for waiter in line:
             ending = self._end_of_wait()
             if ending is not None:
+                waiter.decided = True
                 self._writer.committer.after_commit(partial(line.settle, waiter, ending), partial(line.settle, waiter))
                 line.leave(waiter)
 

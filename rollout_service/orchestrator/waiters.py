@@ -25,6 +25,8 @@ class Waiter:
         self.callers = 0
         self.granted: Lease | None = None
         """Set when the core has made the lease, before its commit."""
+        self.decided = False
+        """How the wait ends is decided, and told after a commit."""
         self._future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
     @property
@@ -73,6 +75,7 @@ class Line:
     def grant(self, waiter: Waiter, lease: Lease) -> None:
         """The core made its lease; it goes out when that is committed."""
         waiter.granted = lease
+        waiter.decided = True
         self._waiting.remove(waiter)
         self._granted.append(waiter)
 

@@ -41,10 +41,9 @@ class Work:
         *,
         settled: Callable[[RolloutKey, Outcome, float], None],
         scored: Callable[[Group, ScoreJob, Scores], None],
-        unreadable: Callable[[Exception], None],
     ) -> None:
         self._runner, self._scorer, self._gate = runner, scorer, gate
-        self._settled, self._scored, self._unreadable = settled, scored, unreadable
+        self._settled, self._scored = settled, scored
         self._rollouts: dict[RolloutKey, tuple[asyncio.Task[None], float]] = {}
         self._scorings: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -57,7 +56,10 @@ class Work:
 
     def start_rollouts(self, group: Group, rows: Collection[int], prompt: Prompt) -> None:
         loop = asyncio.get_running_loop()
-        for row in rows:
+        for row in sorted(rows):
+            key = (group.seq, group.attempt, row)
+            if key in self._rollouts:
+                continue
             job = RolloutJob(
                 group_id=group.group_id,
                 attempt=group.attempt,
@@ -65,14 +67,15 @@ class Work:
                 policy_version=group.version or 0,
                 prompt=prompt,
             )
-            key = (group.seq, group.attempt, row)
             self._rollouts[key] = (loop.create_task(self._roll(key, job)), loop.time())
 
-    def stop_rollouts(self, group: Group, rows: Collection[int]) -> None:
-        for row in rows:
-            entry = self._rollouts.pop((group.seq, group.attempt, row), None)
+    def stop_rollouts(self, group: Group, rows: Collection[int]) -> int:
+        """How many of `rows` had really been started."""
+        entries = [self._rollouts.pop((group.seq, group.attempt, row), None) for row in rows]
+        for entry in entries:
             if entry is not None:
                 self._end(entry[0])
+        return sum(entry is not None for entry in entries)
 
     def start_scoring(self, group: Group, job: Callable[[], Awaitable[ScoreJob | None]]) -> None:
         """`job` fetches what to score, inside the task; None: the group is scored no more, and nothing is reported."""
@@ -105,37 +108,44 @@ class Work:
         try:
             outcome = await self._runner.run(job, self._gate)
         except asyncio.CancelledError:
-            if key not in self._rollouts:
+            if not self._is_mine(key):
                 raise
             outcome = _internal(job, "the rollout was cancelled by something other than this service")
         except Exception as error:
             log.exception("rollout_raised", group_id=job.group_id, attempt=job.attempt, index=job.index)
             outcome = _internal(job, repr(error))
-        if self._rollouts.pop(key, None) is not None:
+        if self._is_mine(key):
+            del self._rollouts[key]
             self._settled(key, outcome, clock() - started)
+
+    def _is_mine(self, key: RolloutKey) -> bool:
+        """Whether the running task is the one that works for `key`: after a reload another may have taken its place."""
+        entry = self._rollouts.get(key)
+        return entry is not None and entry[0] is asyncio.current_task()
 
     async def _score(self, group: Group, fetch: Callable[[], Awaitable[ScoreJob | None]]) -> None:
         key = (group.seq, group.attempt)
         job: ScoreJob | None = None
         try:
             job = await fetch()
-            if job is None:
-                self._scorings.pop(key, None)
-                return
-            scores = await self._scorer.score(job)
+            scores = Scores(rewards={}) if job is None else await self._scorer.score(job)
         except asyncio.CancelledError:
-            if key not in self._scorings or job is None:
+            if self._scorings.get(key) is not asyncio.current_task():
                 raise
             scores = Scores(rewards={}, cancelled="scoring was cancelled by something other than this service")
         except Exception as error:
-            if job is None:
-                self._scorings.pop(key, None)
-                self._unreadable(error)
-                return
-            log.exception("scoring_raised", group_id=job.group_id)
+            log.exception("scoring_raised", group_id=group.group_id)
             scores = Scores(rewards={}, errors={"scoring": repr(error)})
-        if self._scorings.pop(key, None) is not None:
+            job = job or ScoreJob(group_id=group.group_id, attempt=group.attempt, prompt=_NO_PROMPT, rollouts=())
+        if self._scorings.get(key) is not asyncio.current_task():
+            return
+        del self._scorings[key]
+        if job is not None:
             self._scored(group, job, scores)
+
+
+_NO_PROMPT = Prompt(prompt_id="", num_generations=1)
+"""Of a group whose survivors could not be read: nobody scores it."""
 
 
 def _internal(job: RolloutJob, error: str) -> FailedRollout:

@@ -45,6 +45,8 @@ log = structlog.get_logger(__name__)
 
 RELOAD_FIRST_S, RELOAD_MOST_S = 0.25, 5.0
 """Between two tries to reach the store again: quick for a hiccup, seldom enough not to load a full disk."""
+READ_TRIES = 6
+"""For the survivors of one group: about 8 s of a medium that cannot be read, then the group is unscorable."""
 STOP_WORK_S = 3.0
 """How long ended rollouts may take to close their connections; a stop as a whole has 10 s."""
 
@@ -91,11 +93,17 @@ class Writer:
             self._gate,
             settled=self._settled,
             scored=self._scored,
-            unreadable=self._unreadable,
         )
         self.committer = Committer(store, on_failure=self._on_failure, on_commit=observer.committed)
         self.survivors = Survivors()
-        self._opening: set[tuple[int, int]] = set()
+        self._outcomes: dict[RolloutKey, Outcome] = {}
+        """Settled since the last `collect`: they go into the batch together with what they did to their groups."""
+        self._opening: dict[tuple[int, int], int | None] = {}
+        """(seq, attempt) of groups whose first dispatch has not left, and the version it was decided at."""
+        self.version = 0
+        """The policy version that is on disk."""
+        self._halted: Halt | None = None
+        """The halt that was said outside; a reload must not forget it."""
         self._turn_planned = False
         self._timer: asyncio.TimerHandle | None = None
         self._engine_missed_since: float | None = None
@@ -118,15 +126,23 @@ class Writer:
             self._timer.cancel()
         if self._reload_task is not None:
             self._reload_task.cancel()
-        self.line.settle_all(LeaseStatus.EMPTY)
+        for waiter in self.line:  # those granted are answered by the commit of their lease
+            self.line.settle(waiter, LeaseStatus.EMPTY)
         await self.work.stop_all(within_s=STOP_WORK_S)
         if self.broken is None:
             try:
-                await asyncio.wait_for(self.committer.committed(), STOP_WORK_S)
+                await asyncio.wait_for(self._last_commits(), STOP_WORK_S)
             except (StoreUnavailable, TimeoutError) as error:
                 log.error("last_commit_failed", error=str(error))
+        self.line.settle_all(LeaseStatus.EMPTY)
         await self.committer.stop()
         await self._store.close()
+
+    async def _last_commits(self) -> None:
+        self.collect()
+        await self.committer.committed()
+        self.collect()  # leases that were granted to nobody came back with the first one
+        await self.committer.committed()
 
     def now(self) -> float:
         """Unix seconds."""
@@ -144,6 +160,8 @@ class Writer:
         self.core = Scheduler(self._rules.policy)
         self.run = snapshot.run
         self.core.load(snapshot, now=self._clock())
+        self.core.halt = self._halted
+        self.version = self.core.version
 
     # the turn
 
@@ -159,11 +177,18 @@ class Writer:
         capacity = self._engines.healthy_capacity()
         core.dispatch(now=now, capacity=capacity)
         self._watch_engines(capacity, now)
-        self._gate.set(not core.stopped)
+        if core.stopped:
+            self._gate.set(False)
+        elif not self._gate.is_open:
+            self._after_commit(self._open_gate)
         self.collect()
         self.committer.flush()
         self._arm(now)
         self.turned.set()
+
+    def _open_gate(self) -> None:
+        if not self.core.stopped and not self.closing:
+            self._gate.set(True)
 
     def touch(self) -> None:
         """Take a turn soon; many calls in one pass of the loop share it."""
@@ -197,6 +222,11 @@ class Writer:
         self.committer.batch.forget_payloads.difference_update(ended)  # they are needed again
         return bumped
 
+    def post_version(self, version: int, *, reset: bool) -> Bumped:
+        """Raises VersionTooLow."""
+        self.seal_leases()
+        return self.core.post_version(version, now=self._clock(), reset=reset, unsent=self._opening)
+
     def seal_leases(self) -> None:
         """Have leases not yet handed to the store commit before what comes next.
 
@@ -210,6 +240,8 @@ class Writer:
         """Move what the core changed into the batch, and plan its effects."""
         changes = self.core.take_changes()
         batch = self.committer.batch
+        batch.rollouts.update(self._outcomes)
+        self._outcomes.clear()
         batch.groups.update(changes.groups)
         batch.leases.update(changes.leases)
         for name in changes.forgotten:
@@ -218,6 +250,7 @@ class Writer:
         batch.checkpoints.update(changes.checkpoints)
         if changes.run:
             self.run = batch.run = self.core.run_state(self.run)
+            self._after_commit(partial(self._show_version, self.core.version))
         if changes.new_attempts:
             batch.forget_attempts |= changes.new_attempts
             self._forget_uncommitted(changes.new_attempts)
@@ -239,7 +272,7 @@ class Writer:
                     self._moved(effect)
                 case Halt():
                     log.error("halted", **{"reason": effect.reason, "group_id": effect.group_id, "error": effect.error})
-                    self._after_commit(partial(self._observer.halted, effect))
+                    self._after_commit(partial(self._show_halt, effect))
 
     def _forget_uncommitted(self, seqs: set[int]) -> None:
         """Settled rollouts of attempts that are over already need not be written at all."""
@@ -251,6 +284,15 @@ class Writer:
             if seq in groups and groups[seq].attempt != attempt:
                 del batch.scores[seq, attempt]
 
+    def _show_version(self, version: int) -> None:
+        self.version = version
+        if self.core.halt is None:
+            self._halted = None
+
+    def _show_halt(self, halt: Halt) -> None:
+        self._halted = halt
+        self._observer.halted(halt)
+
     def _after_commit(self, run: Callable[[], None]) -> None:
         self.committer.after_commit(run)
 
@@ -258,7 +300,7 @@ class Writer:
         """The first dispatch of an attempt waits for its own commit; further rows only for that one (design 4.4)."""
         key = (effect.group.seq, effect.group.attempt)
         if effect.first:
-            self._opening.add(key)
+            self._opening[key] = effect.group.version
         if key in self._opening:
             self._after_commit(partial(self._start_rollouts, effect))
         else:
@@ -266,15 +308,16 @@ class Writer:
 
     def _start_rollouts(self, effect: StartRollouts) -> None:
         group = effect.group
-        self._opening.discard((group.seq, group.attempt))
+        key = (group.seq, group.attempt)
+        if self._opening.get(key) == group.version:
+            self._opening.pop(key, None)
         current = self.core.groups.get(group.seq)
-        if current is None or current.attempt != group.attempt or self.closing:
+        if self.closing or current is None or (current.attempt, current.version) != (group.attempt, group.version):
             return  # decided otherwise since; its stop follows and finds nothing to do
-        self.work.start_rollouts(group, effect.rows, self.prompts[group.seq])
+        self.work.start_rollouts(group, current.running.intersection(effect.rows), self.prompts[group.seq])
 
     def _stop_rollouts(self, effect: StopRollouts) -> None:
-        self.work.stop_rollouts(effect.group, effect.rows)
-        self._observer.rollouts_aborted(len(effect.rows))
+        self._observer.rollouts_aborted(self.work.stop_rollouts(effect.group, effect.rows))
 
     # rollouts and scores come back
 
@@ -300,12 +343,12 @@ class Writer:
                     error=outcome.error,
                 )
         if counted:
-            self.committer.batch.rollouts[key] = outcome
+            self._outcomes[key] = outcome
             self._after_commit(partial(self._observer.rollout_settled, outcome, seconds))
             self.touch()
 
     def _start_scoring(self, group: Group) -> None:
-        if self._is_scored(group):
+        if self._is_scored(group) and not self.closing:
             self.work.start_scoring(group, partial(self._score_job, group))
 
     def _is_scored(self, group: Group) -> bool:
@@ -314,14 +357,20 @@ class Writer:
 
     async def _score_job(self, group: Group) -> ScoreJob | None:
         """None where a bump or a cancellation came first: what scoring needs is gone, and its stop is on the way."""
-        if not self._is_scored(group):
-            return None
-        try:
-            rollouts = await self.survivors.of(group, self._store)
-        except (LookupError, ValueError):
-            if self._is_scored(group):
-                raise
-            return None
+        pause = RELOAD_FIRST_S
+        for last in (False,) * (READ_TRIES - 1) + (True,):
+            if not self._is_scored(group):
+                return None
+            try:
+                rollouts = await self.survivors.of(group, self._store)
+                break
+            except Exception as error:
+                if not self._is_scored(group):
+                    return None
+                if last or not isinstance(error, StoreUnavailable):
+                    raise  # costs this group only
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RELOAD_MOST_S)
         if not self._is_scored(group):
             return None
         return ScoreJob(
@@ -404,9 +453,6 @@ class Writer:
 
     # a store that fails
 
-    def _unreadable(self, error: Exception) -> None:
-        self._on_failure(StoreUnavailable(str(error)))
-
     def _on_failure(self, error: StoreUnavailable) -> None:
         """Nothing since the last commit happened: stop all work, and begin again from what is on disk."""
         if self.broken is not None or self.closing:
@@ -436,6 +482,7 @@ class Writer:
             await asyncio.sleep(pause)
             pause = min(2 * pause, RELOAD_MOST_S)
         self.survivors = Survivors()
+        self._outcomes.clear()
         self._opening.clear()
         self.committer.start()
         self.broken = None

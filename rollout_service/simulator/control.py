@@ -130,7 +130,8 @@ class Control:
     def _tokenize(self, exchange: Exchange) -> None:
         body = _object(exchange)
         if "messages" in body:
-            turns = [(str(m.get("role")), str(m.get("content") or "")) for m in body["messages"]]
+            messages = [m for m in _field(body, "messages", list) if isinstance(m, dict)]
+            turns = [(str(m.get("role")), str(m.get("content") or "")) for m in messages]
             ids = chat_prompt(turns, generation_prompt=body.get("add_generation_prompt", True))
         else:
             ids = encode_text(_field(body, "prompt", str))
@@ -139,7 +140,10 @@ class Control:
         exchange.answer_json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
     def _detokenize(self, exchange: Exchange) -> None:
-        exchange.answer_json({"prompt": decode_ids(_field(_object(exchange), "tokens", list), specials=True)})
+        tokens = _field(_object(exchange), "tokens", list)
+        if not all(isinstance(token, int) for token in tokens):
+            raise Refusal(400, "1 validation error: tokens must be integers", kind="Bad Request", param="body.tokens")
+        exchange.answer_json({"prompt": decode_ids(tokens, specials=True)})
 
     # -- aborting and pausing
 
@@ -147,16 +151,18 @@ class Control:
         ids = _object(exchange).get("request_ids")
         journal = self._journal
         journal.abort_calls += 1
+        # Answered first, as by the real one: whoever aborts a thousand does not wait for their thousand answers.
         if ids:
+            names = _strings(ids)
             journal.abort_ids += len(ids)
-            self._engine.abort(_strings(ids))
-            count = len(ids)
+            exchange.answer_json({"status": "aborted", "aborted": len(ids)})
+            self._engine.abort(names)
         else:
             # The trap of the real one: nothing named is everything running.
             journal.empty_abort_calls += 1
             count = self._engine.running + self._engine.waiting
+            exchange.answer_json({"status": "aborted", "aborted": count})
             self._engine.abort_all()
-        exchange.answer_json({"status": "aborted", "aborted": count})
         self._changed()
 
     def _abort_scale_out(self, exchange: Exchange) -> None:
@@ -165,10 +171,11 @@ class Control:
         ids = _object(exchange).get("request_ids")
         if ids is None:
             raise Refusal(400, "Missing 'request_ids' in request body", kind="Bad Request")
+        names = _strings(ids)
         self._journal.abort_calls += 1
         self._journal.abort_ids += len(ids)
-        self._engine.abort(_strings(ids))
         exchange.answer(b"", content_type=None)
+        self._engine.abort(names)
         self._changed()
 
     def _pause(self, exchange: Exchange) -> None:
@@ -237,4 +244,7 @@ def _field(body: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def _strings(ids: Any) -> list[str]:
+    """The ids of an abort. Like the real one it takes a text for the list of its characters."""
+    if not isinstance(ids, list | str):
+        raise Refusal(400, "'request_ids' must be a list", kind="Bad Request", param="body.request_ids")
     return [name for name in ids if isinstance(name, str)]

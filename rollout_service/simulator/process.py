@@ -26,7 +26,7 @@ def serve(settings: SimulatorSettings) -> int:
     """Serves until a signal or a scripted crash; returns the process's exit code."""
     if importlib.util.find_spec("uvloop") is None:
         return asyncio.run(_serve(settings))
-    import uvloop  # where the platform has it: it carries twice the load
+    import uvloop  # only where the platform has it
 
     return uvloop.run(_serve(settings))
 

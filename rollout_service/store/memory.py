@@ -135,6 +135,12 @@ class MemoryStore:
         await asyncio.sleep(0)
         return found
 
+    async def prompts(self, seqs: Sequence[int]) -> Mapping[int, Prompt]:
+        self._check_open()
+        found = {seq: self._content.prompts[seq] for seq in seqs if seq in self._content.prompts}
+        await asyncio.sleep(0)
+        return found
+
     async def list_groups(self, states: Collection[GroupState], *, after: int, limit: int) -> Sequence[Group]:
         self._check_open()
         wanted = ordered(states)
@@ -202,8 +208,8 @@ class MemoryStore:
             content.leases[lease.lease_id] = (
                 lease if known is None else replace(known, expires_at=lease.expires_at, state=lease.state)
             )
-            if lease.request_id is not None:
-                content.requests.setdefault(lease.request_id, lease.lease_id)
+            if known is None and lease.request_id is not None:
+                content.requests[lease.request_id] = lease.lease_id
         self._forget(batch)
 
     def _forget(self, batch: Batch) -> None:
@@ -223,12 +229,12 @@ class MemoryStore:
             scores = content.scores.pop(seq, {})
             if seq not in batch.forget_payloads and group.attempt in scores:
                 content.scores[seq] = {group.attempt: scores[group.attempt]}
-        if not content.checkpoints:  # a group that ends now ends after every checkpoint
-            for seq in batch.forget_payloads:
-                content.prompts.pop(seq, None)
         if batch.forget_checkpoints:
             self._forget_checkpoints(batch.forget_checkpoints)
         content.checkpoints.update(batch.checkpoints)
+        if not content.checkpoints:  # a group that ends now ends after every checkpoint, one of this batch included
+            for seq in batch.forget_payloads:
+                content.prompts.pop(seq, None)
 
     def _forget_checkpoints(self, names: Collection[str]) -> None:
         """Prompts of groups that had ended by the oldest checkpoint that is left go with those removed."""

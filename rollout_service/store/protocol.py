@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from rollout_service.core.group import Group, Lease
-from rollout_service.core.model import GroupState
+from rollout_service.core.model import GroupState, Prompt
 from rollout_service.core.records import Batch, GroupPayload, Snapshot, StoredPrompt
 
 
@@ -42,6 +42,9 @@ class Store(Protocol):
 
     async def payloads(self, seqs: Sequence[int]) -> Sequence[GroupPayload]:
         """Everything of the groups that exist among `seqs`, in that order."""
+
+    async def prompts(self, seqs: Sequence[int]) -> Mapping[int, Prompt]:
+        """Prompts of the groups among `seqs` that still have theirs."""
 
     async def list_groups(self, states: Collection[GroupState], *, after: int, limit: int) -> Sequence[Group]:
         """Groups in `states` (empty: any) with seq > `after`, ascending."""

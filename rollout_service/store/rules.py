@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from rollout_service.core.group import Group, Lease, LeaseState
+from rollout_service.core.group import Checkpoint, Group, Lease, LeaseState
 from rollout_service.core.model import TERMINAL
 from rollout_service.core.model import GroupState as S
 from rollout_service.core.records import Batch, RunState, StoredPrompt
@@ -34,6 +34,8 @@ class Committed(Protocol):
     def leases(self) -> Mapping[str, Lease]: ...
     @property
     def requests(self) -> Mapping[str, str]: ...
+    @property
+    def checkpoints(self) -> Mapping[str, Checkpoint]: ...
 
 
 def refusal(batch: Batch, *, before: Committed, max_staleness: int) -> str | None:
@@ -46,6 +48,7 @@ def refusal(batch: Batch, *, before: Committed, max_staleness: int) -> str | Non
         _groups(batch, before, standings),
         _rollouts(batch, before, after),
         _scores(batch, after),
+        _checkpoints(batch, before),
         _guard(batch, before, after, max_staleness),
     ):
         first = next(broken, None)
@@ -122,6 +125,8 @@ def _standing(group: Group) -> Iterator[str]:
         yield f"{name}: version {group.version}"
     if (group.lease_id is None) is (state is S.LEASED) or (group.acked_by is None) is (state is S.ACKED):
         yield f"{name}: {state}, held by {group.lease_id}, acked by {group.acked_by}"
+    if group.end_number is not None and (group.end_number < 1 or state not in TERMINAL):
+        yield f"{name}: {state} with end number {group.end_number}"
     if (group.reason is None) is (state is S.DROPPED):
         yield f"{name}: {state} for {group.reason}"
     if len(set(group.rows)) < len(group.rows) or any(not 0 <= row < group.num_generations for row in group.rows):
@@ -147,6 +152,17 @@ def _scores(batch: Batch, after: _Overlay) -> Iterator[str]:
         group = after.get(key[0])
         if not forgotten(key, batch) and (group is None or group.attempt != key[1]):
             yield "a score of another attempt than the current one"
+
+
+def _checkpoints(batch: Batch, before: Committed) -> Iterator[str]:
+    kept = {name: made for name, made in before.checkpoints.items() if name not in batch.forget_checkpoints}
+    numbers = {made.number for made in kept.values()}
+    for name, made in batch.checkpoints.items():
+        if name in kept or made.number in numbers:
+            yield f"checkpoint {name} or its number is taken"
+        if made.number < 1 or made.policy_version < 0 or made.ends < 0:
+            yield f"checkpoint {name}: a number out of range"
+        numbers.add(made.number)
 
 
 def _guard(batch: Batch, before: Committed, after: _Overlay, max_staleness: int) -> Iterator[str]:

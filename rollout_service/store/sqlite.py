@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_service.core.group import Group, Lease
-from rollout_service.core.model import GroupState
+from rollout_service.core.model import GroupState, Prompt
 from rollout_service.core.records import Batch, GroupPayload, Snapshot, StoredPrompt
 from rollout_service.errors import StoreUnavailable
 from rollout_service.store import sqlite_read, sqlite_thread
@@ -79,6 +79,9 @@ class SqliteStore:
 
     async def payloads(self, seqs: Sequence[int]) -> Sequence[GroupPayload]:
         return await self._read_much(lambda connection: sqlite_read.payloads(connection, seqs))
+
+    async def prompts(self, seqs: Sequence[int]) -> Mapping[int, Prompt]:
+        return await self._read_much(lambda connection: sqlite_read.prompts(connection, seqs))
 
     async def list_groups(self, states: Collection[GroupState], *, after: int, limit: int) -> Sequence[Group]:
         return await self._read_much(lambda connection: sqlite_read.list_groups(connection, states, after, limit))

@@ -78,14 +78,15 @@ READ_PROMPT: Final = "SELECT payload FROM prompts WHERE seq = ?"
 # While there is a checkpoint every prompt stays: a group that ends now ends after it.
 DELETE_PROMPT: Final = "DELETE FROM prompts WHERE seq = ? AND NOT EXISTS (SELECT 1 FROM checkpoints)"
 
-# What no checkpoint needs any more: prompts of groups that had ended by the oldest one.
+# What no checkpoint needs any more: prompts of groups that had ended by the oldest one. Prompts are few, ended groups
+# are many: so it begins at the prompts.
 DELETE_KEPT_PROMPTS: Final = """
 DELETE FROM prompts WHERE seq IN (
-    SELECT seq FROM groups
-    WHERE end_number <= (SELECT coalesce(min(ends), 9223372036854775807) FROM checkpoints)
+    SELECT p.seq FROM prompts AS p CROSS JOIN groups AS g ON g.seq = p.seq
+    WHERE g.end_number <= (SELECT coalesce(min(ends), 9223372036854775807) FROM checkpoints)
         AND NOT EXISTS (
             SELECT 1 FROM lease_groups AS m JOIN leases AS l ON l.lease_id = m.lease_id
-            WHERE m.seq = groups.seq AND l.state = 'live'
+            WHERE m.seq = p.seq AND l.state = 'live'
         )
 )
 """

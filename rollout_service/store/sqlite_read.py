@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from rollout_service.core.group import Checkpoint, Group, Lease, LeaseState
-from rollout_service.core.model import TERMINAL, DropReason, FailedRollout, FinishedRollout, GroupState
+from rollout_service.core.model import TERMINAL, DropReason, FailedRollout, FinishedRollout, GroupState, Prompt
 from rollout_service.core.records import GroupPayload, RunState, Snapshot, StoredPrompt
 from rollout_service.store import codec
 from rollout_service.store import sqlite_queries as sql
@@ -60,6 +60,15 @@ def groups(connection: sqlite3.Connection, seqs: Collection[int]) -> dict[int, G
 
 def payloads(connection: sqlite3.Connection, seqs: Sequence[int]) -> list[GroupPayload]:
     return [payload for seq in seqs if (payload := _payload(connection, seq)) is not None]
+
+
+def prompts(connection: sqlite3.Connection, seqs: Sequence[int]) -> dict[int, Prompt]:
+    found = {}
+    for seq in seqs:
+        row = connection.execute(sql.READ_PROMPT, (seq,)).fetchone()
+        if row is not None:
+            found[seq] = codec.decode_prompt(row[0])
+    return found
 
 
 def list_groups(connection: sqlite3.Connection, states: Collection[GroupState], after: int, limit: int) -> list[Group]:

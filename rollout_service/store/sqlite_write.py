@@ -40,8 +40,8 @@ class BatchWriter:
         self._insert_members(new_leases)
         self._insert_rollouts(batch)
         self._write_scores(batch)
+        self._write_checkpoints(batch)  # first: a new one keeps the prompts of what ends in this very batch
         self._forget(batch)
-        self._write_checkpoints(batch)
         self._guard(batch, new_leases)
 
     def _updated(self, lease: Lease) -> bool:

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import replace
 from typing import Any
 
-from rollout_service.core.group import Group, Lease
+from rollout_service.core.group import Checkpoint, Group, Lease
 from rollout_service.core.model import (
     DropReason,
     FailedRollout,
@@ -126,6 +126,10 @@ def lease(lease_id: str, *seqs: int, attempt: int = 1, **changed: Any) -> Lease:
         groups=tuple((seq, attempt) for seq in seqs),
     )
     return replace(made, **changed)
+
+
+def checkpoint(name: str, number: int, **changed: Any) -> Checkpoint:
+    return replace(Checkpoint(name=name, number=number, policy_version=3, ends=0, created_at=5000.0), **changed)
 
 
 def submitted(*seqs: int) -> Batch:

@@ -20,6 +20,7 @@ from tests.contract.store_samples import (
     ROWS,
     N,
     acked,
+    checkpoint,
     dropped,
     failed,
     finished,
@@ -367,6 +368,59 @@ async def test_a_lease_that_is_over_before_it_was_committed_takes_nothing(store:
     assert await store.lease("l") == void
 
 
+# --- checkpoints
+
+
+def stale(seq: int, end_number: int) -> Batch:
+    return Batch(groups={seq: settled(seq, S.STALE, end_number=end_number)}, forget_payloads={seq})
+
+
+async def test_checkpoints_are_kept_in_the_order_they_were_made(store: Store, again: Again) -> None:
+    first, second = checkpoint("b", 1), checkpoint("a", 2, ends=3)
+    await store.commit(Batch(checkpoints={"b": first}))
+    await store.commit(Batch(checkpoints={"a": second}))
+    store = await again(store)
+    assert (await store.load()).checkpoints == (first, second)
+    await store.commit(Batch(forget_checkpoints={"b", "unknown"}))
+    assert (await store.load()).checkpoints == (second,)
+
+
+async def test_a_removed_checkpoints_name_may_be_used_again_in_the_same_batch(store: Store) -> None:
+    await store.commit(Batch(checkpoints={"a": checkpoint("a", 1)}))
+    await store.commit(Batch(checkpoints={"a": checkpoint("a", 2)}, forget_checkpoints={"a"}))
+    assert (await store.load()).checkpoints == (checkpoint("a", 2),)
+
+
+async def test_groups_that_ended_are_found_in_the_order_they_ended(store: Store, again: Again) -> None:
+    await store.commit(scored(1, 2, 3, 4))
+    for end_number, seq in enumerate((3, 1, 4), start=1):
+        await store.commit(stale(seq, end_number))
+    store = await again(store)
+    assert list(await store.ended_since(0)) == [3, 1, 4]
+    assert list(await store.ended_since(2)) == [4]
+    assert list(await store.ended_since(3)) == []
+    assert (await store.groups([1]))[1].end_number == 2
+
+
+async def test_prompts_are_kept_back_to_the_oldest_checkpoint_and_go_with_it(store: Store, again: Again) -> None:
+    async def kept() -> list[int]:
+        return [found.group.seq for found in await store.payloads([1, 2, 3, 4]) if found.prompt is not None]
+
+    await store.commit(scored(1, 2, 3, 4))
+    await store.commit(stale(1, 1))
+    await store.commit(Batch(checkpoints={"first": checkpoint("first", 1, ends=1)}))
+    await store.commit(stale(2, 2))
+    await store.commit(Batch(checkpoints={"second": checkpoint("second", 2, ends=2)}))
+    await store.commit(stale(3, 3))
+    store = await again(store)
+    assert await kept() == [2, 3, 4]
+    assert all(not found.rollouts for found in await store.payloads([1, 2, 3]))
+    await store.commit(Batch(forget_checkpoints={"first"}))
+    assert await kept() == [3, 4]
+    await store.commit(Batch(forget_checkpoints={"second"}))
+    assert await kept() == [4]
+
+
 # --- what is refused
 
 
@@ -429,6 +483,9 @@ REFUSED = {
     "a reason without a drop": Batch(groups={2: pending(2, reason=dropped(2).reason)}),
     "more tries than attempts": Batch(groups={2: pending(2, tries=2)}),
     "attempt zero": Batch(new_groups={9: replace(new_group(9), group=pending(9, attempt=0, tries=0))}),
+    "an end of a group that goes on": Batch(groups={1: ready(1, end_number=1)}),
+    "a checkpoint made twice": Batch(checkpoints={"made": checkpoint("made", 9)}),
+    "two checkpoints with one number": Batch(checkpoints={"other": checkpoint("other", 1)}),
     "more groups ended than were submitted": Batch(run=RunState(last_seq=1, ended={S.ACKED: 1, S.STALE: 1})),
     "a negative policy version": Batch(run=RunState(policy_version=-1, last_seq=5)),
 }
@@ -441,6 +498,7 @@ async def test_a_batch_that_may_not_be_is_refused_and_nothing_of_it_is_done(
     await store.commit(scored(1, 2, 3, 4, 5, 6))
     await store.commit(leasing(lease("used-l", 5, request_id="used")))
     await store.commit(leasing(lease("live-l", 6)))
+    await store.commit(Batch(checkpoints={"made": checkpoint("made", 1)}))
     ended = {"used-l": lease("used-l", 5, request_id="used", state=LeaseState.ENDED)}
     standings = {2: generating(2), 3: generating(3, attempt=2, running=frozenset({1, 2, 3})), 4: settled(4, S.STALE)}
     await store.commit(Batch(groups={**standings, 5: acked(5, "used-l")}, leases=ended, forget_attempts={3}))
@@ -455,6 +513,7 @@ async def test_a_batch_that_may_not_be_is_refused_and_nothing_of_it_is_done(
         rollouts=refused.rollouts,
         scores=refused.scores,
         leases=refused.leases,
+        checkpoints=refused.checkpoints,
         forget_payloads={4},
     )
     with pytest.raises(StoreUnavailable):
@@ -463,7 +522,7 @@ async def test_a_batch_that_may_not_be_is_refused_and_nothing_of_it_is_done(
     assert await (await medium.crashed(store)).load() == before
     assert await store.list_groups((), after=0, limit=99) == listed
     assert await store.payloads([8]) == []
-    assert (await payload(store, 4)).prompt is not None
+    assert (await payload(store, 4)).rollouts.keys() == set(ROWS)
     assert await store.lease("l") is None
 
     company = Batch(new_groups={8: new_group(8)}, groups={1: ready(1, error="changed")})  # the same without it

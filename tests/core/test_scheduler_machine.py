@@ -203,19 +203,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.core.expire(now=self.now)
         assert all(lease.expires_at > self.now for lease in self.core.leases.values())
 
+    def some_unsent(self) -> list[tuple[int, int]]:
+        """Groups of which nothing has left: the next opening of the same attempt sends its rows, once."""
+        found = [
+            (group.seq, group.attempt)
+            for group in self.core.groups.values()
+            if group.state is GroupState.GENERATING and not group.finished and not group.failed and group.seq % 2
+        ]
+        rows = {(seq, attempt, row) for seq, attempt in found for row in self.core.groups[seq].running}
+        self.in_flight -= rows
+        self.started = [key for key in self.started if key not in rows]
+        return found
+
     @rule(delta=st.integers(-2, 4), reset=st.booleans())
     def post_version(self, delta: int, reset: bool) -> None:
         current = self.core.version
         version = max(0, current + delta)
         before = snapshot_of(self.core)
-        in_flight = self.core.in_flight
+        unsent = self.some_unsent() if version != current and (version > current or reset) else []
+        in_flight = self.core.in_flight - sum(len(self.core.groups[seq].running) for seq, _ in unsent)
         try:
-            bumped = self.core.post_version(version, now=self.now, reset=reset)
+            bumped = self.core.post_version(version, now=self.now, reset=reset, unsent=unsent)
         except VersionTooLow:
             assert version < current
             assert not reset
             assert snapshot_of(self.core) == before
             return
+        for seq, _ in unsent:
+            assert self.core.groups[seq].state is GroupState.PENDING, "a bump costs nothing that was not sent"
         assert (bumped.version, bumped.previous) == (version, current)
         assert bumped.aborted_rollouts == in_flight - self.core.in_flight
         if version == current:

@@ -28,7 +28,7 @@ def plan_of(*, seed: int, prompts: int, retryable_only: bool) -> Plan:
         server_errors=0.05,
         max_staleness=2,
         lossy=Faults(),
-        habits=Habits(hold_s=0.4, max_groups=12, dies=0.02, names_requests=1.0, bumps=0.5, steer_s=1.0),
+        habits=Habits(hold_s=0.4, max_groups=12, dies=0.02, names_requests=1.0, bumps=0.5, steer_s=2.0),
     )
     # Eight tries: one prompt in a billion meets a fault at all of them.
     return replace(plan, max_staleness=1000, refusals=0.0, max_attempts=8) if retryable_only else plan
@@ -43,7 +43,7 @@ async def run(lives: Lives, directory: Path, plan: Plan, *, within_s: float = 12
             await story.ready()
             story.work()
             for kill in range(1, KILLS + 1):
-                await story.while_working(story.acked(plan.prompts * kill // (3 * KILLS)))
+                await story.while_working(story.ended(plan.prompts * kill // (KILLS + 1)))
                 await story.kill()
                 await story.live()
                 await story.while_working(story.ready())

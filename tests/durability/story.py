@@ -27,7 +27,7 @@ from tests.durability.crashing import Point
 from tests.durability.history import Attempt, History, Json
 from tests.durability.lives import Lives, report_of
 from tests.durability.trainer import Habits, Trainer
-from tests.service import free_port, tables, to_toml, until
+from tests.service import TERMINAL, free_port, tables, to_toml, until
 from tests.tcp_proxy import Faults, Proxy
 
 T = TypeVar("T")
@@ -49,6 +49,7 @@ class Plan:
     n: int = 4
     slots: int = 10
     max_staleness: int = 1
+    on_stale: str = "drop"
     latency: float = 0.08
     """Mean seconds of a completion, spread by 90 %."""
     server_errors: float = 0.03
@@ -95,13 +96,13 @@ class Story:
             for share, status in ((plan.server_errors, 503), (plan.refusals, 400)):
                 if share:
                     story.engine.faults.on(None, probability=share, status=status)
-            judge = await stack.enter_async_context(_judge())
+            judge_url = await stack.enter_async_context(judge())
             engine_url, port = story.engine.url, free_port()
             url = f"http://127.0.0.1:{port}"
             if plan.lossy is not None:
                 engine_url = await story._through(stack, engine_url, plan.lossy, 1)
                 url = await story._through(stack, url, plan.lossy, 2)
-            story._configure(engine_url, judge, port)
+            story._configure(engine_url, judge_url, port)
             story.trainer = await stack.enter_async_context(
                 Trainer(url, random.Random(plan.seed + 1), story.history, plan.habits)
             )
@@ -118,8 +119,13 @@ class Story:
         values = tables(
             self.directory,
             [engine_url],
-            groups={"num_generations": plan.n, "max_staleness": plan.max_staleness, "halt_after_failed_groups": 0}
-            | {"halt_after_unproductive_groups": 0},
+            groups={
+                "num_generations": plan.n,
+                "max_staleness": plan.max_staleness,
+                "on_stale": plan.on_stale,
+                "halt_after_failed_groups": 0,
+                "halt_after_unproductive_groups": 0,
+            },
             dispatch={"max_inflight_rollouts": plan.slots, "max_attempts": plan.max_attempts},
             server={"port": port},
         )
@@ -225,10 +231,12 @@ class Story:
                 await self.trainer.submit([next(self.names) for _ in range(count)], final=left == 0)
             await asyncio.sleep(0.05)
 
-    async def acked(self, count: int) -> None:
-        """Wait until that many groups were acked."""
-        while len(self.history.acked) < count:
-            await asyncio.sleep(0.01)
+    async def ended(self, count: int) -> None:
+        """Wait until that many groups have ended, whichever way."""
+        counts: dict[str, int] = {}
+        while sum(counts.get(state, 0) for state in TERMINAL) < count:
+            await asyncio.sleep(0.02)
+            counts = (await self.trainer.get("/status"))["groups"]
 
     async def finish(self, within_s: float = 120.0) -> Counter[str]:
         """No more kills, and no more prompts than planned: wait until all is over, and check it.
@@ -285,11 +293,14 @@ def _attempt(request_id: str) -> Attempt:
 
 
 @asynccontextmanager
-async def _judge() -> AsyncIterator[str]:
+async def judge() -> AsyncIterator[str]:
     """A reward webhook: a completion scores by its tokens."""
 
     async def score(request: web.Request) -> web.Response:
-        fields = await request.json()
+        try:
+            fields = await request.json()
+        except ConnectionResetError:  # the service was killed while it asked
+            return web.Response()
         return web.json_response({"rewards": [sum(ids) % 7 / 7 for ids in fields["completion_ids"]]})
 
     app = web.Application()

@@ -197,6 +197,23 @@ async def test_tokens_go_there_and_back(start: Start) -> None:
     assert chat["tokens"] == [257, 259, 72, 105, 260]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {"messages": 5}),
+        ("/detokenize", {"tokens": ["a"]}),
+        ("/detokenize", []),
+        ("/inference/v1/abort_requests", {}),
+        ("/inference/v1/abort_requests", {"request_ids": 5}),
+    ],
+)
+async def test_bodies_of_the_wrong_shape_are_refused(start: Start, path: str, body: object) -> None:
+    caller = await start()
+    assert (await caller.post(path, body))[0] == 400
+
+
 async def test_without_dev_mode_its_routes_do_not_exist(start: Start) -> None:
     caller = await start(latency=0.0, dev_mode=False)
     for path in (

@@ -87,8 +87,8 @@ async def test_an_abort_that_comes_first_leaves_no_mark(start: Start) -> None:
     assert (await caller.complete("X"))["finish_reason"] != "abort"
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{"])
-async def test_an_abort_that_is_no_json_object_is_refused_and_aborts_nobody(start: Start, body: bytes) -> None:
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"request_ids": 5}', b'{"request_ids": {"a": 1}}'])
+async def test_an_abort_of_the_wrong_shape_is_refused_and_aborts_nobody(start: Start, body: bytes) -> None:
     caller = await start(latency=3600.0)
     call = soon(caller.complete())
     await caller.running(1)

@@ -80,6 +80,11 @@ def database(tmp_path: Path) -> Iterator[sqlite3.Connection]:
         "INSERT INTO lease_groups VALUES ('l', 2, 3, 1)",
         "INSERT INTO lease_groups VALUES ('l', 2, 99, 1)",
         "INSERT INTO lease_groups VALUES ('m', 0, 1, 1)",
+        "UPDATE groups SET end_number = 1 WHERE seq = 1",
+        "UPDATE groups SET end_number = 0 WHERE seq = 2",
+        "UPDATE groups SET end_number = 7 WHERE seq IN (2, 4)",
+        "INSERT INTO checkpoints VALUES ('a', 0, 0, 0, 0)",
+        "INSERT INTO checkpoints VALUES ('a', 1, 0, 0, 0), ('b', 1, 0, 0, 0)",
         "UPDATE run SET policy_version = -1",
         "UPDATE run SET policy_version = NULL",
         "UPDATE run SET acked = 6",
@@ -95,12 +100,13 @@ def test_an_illegal_state_is_refused(statement: str, database: sqlite3.Connectio
 
 
 def test_an_attempt_may_not_fall_and_an_ended_group_goes_on_in_a_new_one(database: sqlite3.Connection) -> None:
-    reopen = "UPDATE groups SET state = 'pending', acked_by = NULL, version = NULL, rows = 'wwww', attempt = ?"
-    if "end_number" in {row[1] for row in database.execute("PRAGMA table_info(groups)")}:
-        reopen += ", end_number = NULL"
-    database.execute(f"{reopen} WHERE seq = 2", (2,))
+    reopen = (
+        "UPDATE groups SET state = 'pending', acked_by = NULL, version = NULL, rows = 'wwww', end_number = NULL,"
+        " attempt = ? WHERE seq = 2"
+    )
+    database.execute(reopen, (2,))
     with pytest.raises(sqlite3.IntegrityError, match="may not fall"):
-        database.execute(f"{reopen} WHERE seq = 2", (1,))
+        database.execute(reopen, (1,))
 
 
 def test_a_removed_rollout_takes_its_payload_with_it(database: sqlite3.Connection) -> None:
@@ -129,6 +135,7 @@ def test_payloads_take_new_numbers_after_a_restart(database: sqlite3.Connection)
         (sql.FIND_PROMPT, ("a", 0), "sqlite_autoindex_groups_1"),
         (sql.READ_LEASE_BY_REQUEST, ("r",), "sqlite_autoindex_leases_2"),
         (sql.FORGET_FINISHED, (1,), "PRIMARY KEY"),
+        (sql.READ_ENDED_SINCE, (1,), "groups_by_end"),
         (sql.FIND_HOLDER, ("l", 1, 1), "sqlite_autoindex_lease_groups"),
     ],
 )
