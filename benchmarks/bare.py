@@ -1,6 +1,6 @@
 """The least a client can do: aiohttp on uvloop keeps N completions in flight and counts them. Prints one JSON line.
 
-    python -m benchmarks.bare URL IN_FLIGHT WARM_UP_S WINDOW_S
+python -m benchmarks.bare URL IN_FLIGHT WARM_UP_S WINDOW_S
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ async def main(url: str, in_flight: int, warm_up_s: float, window_s: float) -> N
             async with session.post(f"{url}/v1/completions", data=BODY, headers=headers) as answer:
                 content = await answer.read()
             choice = json.loads(content)["choices"][0]
-            assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
+            if len(choice["token_ids"]) != len(choice["logprobs"]["token_logprobs"]):
+                raise RuntimeError("the engine answered unequal lengths")
             done += 1
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

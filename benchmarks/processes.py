@@ -57,7 +57,8 @@ def engine(*options: str) -> Iterator[str]:
     """A simulated engine on a free port; its URL."""
     command = [sys.executable, "-m", "rollout_service", "simulate-engine", "--port", "0", *options]
     with process(command, ENGINE_CORE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
-        assert child.stdout is not None
+        if child.stdout is None:
+            raise RuntimeError("the simulated engine has no output to read")
         if not select.select([child.stdout], [], [], 30)[0]:
             raise RuntimeError("the simulated engine did not start in 30 s")
         url = next(word for word in child.stdout.readline().split() if word.startswith("http"))

@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 IN_FLIGHT, LATENCY_S, GROUP = 1024, 2.0, 8
 WARM_UP_S = 6.0
 """Three completions' time: the start is a wave, the window wants the mixed state."""
-REWARDS = '''
+REWARDS = """
 def brevity(prompts, completions, completion_ids, **columns):
     return [1.0 / len(ids) for ids in completion_ids]
-'''
+"""
 CONFIG = """
 [[engines]]
 url = "{engine}"
@@ -104,7 +104,8 @@ def main() -> None:
             runs["bare"].append(bare(url, IN_FLIGHT, given.window))
             runs["service"].append(service(url, given.window, "sqlite"))
             runs["service, memory store"].append(service(url, given.window, "memory"))
-            print(f"round {number + 1} of {given.rounds}: {({name: found[-1] for name, found in runs.items()})}", flush=True)
+            latest = {name: found[-1] for name, found in runs.items()}
+            print(f"round {number + 1} of {given.rounds}: {latest}", flush=True)
         most = bare(url, 4 * IN_FLIGHT, given.window)
     print(f"\n{IN_FLIGHT} in flight, {LATENCY_S:g} s, 64 tokens; medians of {given.rounds} alternating runs")
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")

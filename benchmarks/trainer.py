@@ -49,7 +49,8 @@ def main(url: str, pid: int, warm_up_s: float, window_s: float) -> None:
             if lease["groups"]:
                 http.post(f"/leases/{lease['lease_id']}/ack").raise_for_status()
                 acked += sum(len(group["samples"]) for group in lease["groups"])
-        assert before is not None
+        if before is None:
+            raise RuntimeError("the warm-up was longer than the run")
         count, seconds = acked - before[0], time.monotonic() - before[2]
         cpu = cpu_seconds(pid) - before[1]
     stop.set()

@@ -313,7 +313,7 @@ class LiveService(Api):
 
 
 class ServiceProcess(Api):
-    """`rollout-service serve` as a process of its own, for what only a kill shows. `start` again keeps directory and port."""
+    """`rollout-service serve` as a process of its own, for what only a kill shows. `start` keeps directory and port."""
 
     def __init__(self, directory: Path, engines: list[str], **changes: Any) -> None:
         self.directory, self.port = directory, free_port()

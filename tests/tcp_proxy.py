@@ -66,8 +66,8 @@ class Proxy:
         self.counts["connections"] += 1
         try:
             await self._connected(reader, writer)
-        except OSError:
-            pass  # the target is away, or one side is gone: the caller's connection ends, as the target's would
+        except (OSError, asyncio.CancelledError):
+            pass  # the target is away, one side is gone, or the proxy ends: so does this connection
         finally:
             self._connections.discard(task)
             await _closed(writer)
@@ -85,7 +85,6 @@ class Proxy:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            to_target.transport.abort()
             await _closed(to_target)
 
     async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -120,6 +119,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _closed(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    with suppress(OSError):
+    writer.transport.abort()
+    with suppress(OSError, asyncio.CancelledError):
         await writer.wait_closed()

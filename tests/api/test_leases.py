@@ -216,8 +216,8 @@ async def test_ack_release_and_renew_answer_what_they_did():
         assert (await service.post("/leases", body)).json() == lease, "the same id gets the same lease"
         path = f"/leases/{lease['lease_id']}"
         service.clock.now += 10
-        renewed = (await service.post(f"{path}/renew", {"lease_s": 60})).json()
-        assert renewed == {"lease_id": lease["lease_id"], "expires_at": "1970-01-12T13:47:50.000Z"}
+        renewed = (await service.post(f"{path}/renew", {"lease_s": 900})).json()
+        assert renewed == {"lease_id": lease["lease_id"], "expires_at": "1970-01-12T14:01:50.000Z"}
         for _ in range(2):
             acked = (await service.post(f"{path}/ack", {"group_ids": ids[:1]})).json()
             assert acked == {"lease_id": lease["lease_id"], "acked": ids[:1]}

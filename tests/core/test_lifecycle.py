@@ -205,6 +205,22 @@ def test_after_a_restart_unfinished_rows_are_not_dispatched_and_finished_ones_ar
     assert (none.state, none.version, none.waiting) == (S.PENDING, None, (0, 1, 2))
 
 
+@pytest.mark.parametrize(
+    ("ok", "failed", "state"),
+    [(3, 0, S.SCORING), (2, 1, S.SCORING), (1, 2, S.DROPPED), (0, 3, S.FAILED)],
+)
+def test_a_group_found_with_every_row_settled_goes_where_its_last_row_would_have_sent_it(
+    ok: int, failed: int, state: GroupState
+):
+    before = group(
+        S.GENERATING, running=frozenset(), finished=frozenset(range(ok)), failed=frozenset(range(ok, ok + failed))
+    )
+    after, effects = apply(before, lifecycle.Recovered(), policy=POLICY, now=2.0)
+    assert (after.state, after.version, after.attempt, after.changed_at) == (state, 3, 1, 2.0)
+    assert after.reason == (DropReason.TOO_FEW_SURVIVORS if state is S.DROPPED else None)
+    assert [type(effect) for effect in effects] == ([lifecycle.StartScoring] if state is S.SCORING else [])
+
+
 def test_an_ack_after_expiry_counts_while_the_group_is_ready_in_the_same_attempt():
     after, _ = apply(group(S.READY), lifecycle.Acked(lease_id="old", attempt=1), policy=POLICY, now=2.0)
     assert (after.state, after.acked_by) == (S.ACKED, "old")

@@ -7,6 +7,7 @@ when the test process does; the next one begins after the end of the one before.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import os
 import signal
@@ -54,13 +55,16 @@ class Lives:
         self._reader.join(10)
         self._process.stdout.close()
 
-    async def begin(self, directory: Path, *arguments: str, point: Point | None = None) -> None:
+    async def begin(
+        self, directory: Path, *arguments: str, point: Point | None = None, user: int | None = None
+    ) -> None:
         """Run the command line with `arguments` in `directory`; its output is added to `service.log` there."""
         assert self.pid is None, "one life at a time"
         order = {
             "directory": str(directory),
             "arguments": list(arguments),
             "point": None if point is None else asdict(point),
+            "user": user,
         }
         begun: Future[dict[str, int]] = Future()
         self._end: Future[dict[str, int]] = Future()
@@ -98,9 +102,15 @@ def report_of(directory: Path) -> Path:
 
 def main() -> None:
     """Orders in by lines on stdin, `{"pid"}` and `{"code"}` out."""
+    import concurrent.futures.thread
+
+    import uvloop
+
     from rollout_service import app, checks, cli, server, settings
 
-    del app, checks, server, settings  # imported to be there in every life
+    del app, checks, concurrent, server, settings, uvloop  # imported to be there in every life
+    for encoding in ("utf-8-sig", "idna"):
+        codecs.lookup(encoding)  # a life of another user may not be able to read the standard library
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
@@ -119,6 +129,8 @@ def _live(order: dict[str, Any], cli: Any) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         threading.Thread(target=_end_with_the_test, daemon=True).start()
+        if order["user"] is not None:
+            os.setuid(order["user"])
         if order["point"] is not None:
             given = order["point"]
             point = Point(kind=Kind(given["kind"]), moment=Moment(given["moment"]), nth=given["nth"])

@@ -303,7 +303,7 @@ async def judge() -> AsyncIterator[str]:
             return web.Response()
         return web.json_response({"rewards": [sum(ids) % 7 / 7 for ids in fields["completion_ids"]]})
 
-    app = web.Application()
+    app = web.Application(client_max_size=2**26)
     app.router.add_post("/score", score)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
     await runner.setup()

@@ -26,7 +26,7 @@ LONG = 60_000  # tokens: minutes of decoding
 def torch_log_probs(model_dir: Path, sample: Sample, temperature: float) -> list[float]:
     """What the model itself gives each trained token of the sample, in order."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    ids = torch.tensor([sample.input_ids])
+    ids = torch.tensor([list(sample.input_ids)])
     with torch.no_grad():
         table = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)
     picked = table.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist()
@@ -79,7 +79,7 @@ def test_leased_samples_carry_the_engines_tokens_and_logprobs_and_torch_agrees(
         temperature = PROMPTS[group.prompt_id].get("sampling", {}).get("temperature", 1.0)
         for sample in group.samples:
             ids, log_probs = trained(sample)
-            assert sample.input_ids == [*prompt_ids[group.prompt_id], *ids]
+            assert list(sample.input_ids) == [*prompt_ids[group.prompt_id], *ids]
             assert len(ids) == 32
             assert log_probs == pytest.approx(
                 torch_log_probs(vllm_server.model, sample, temperature), abs=TOLERANCE, rel=0

@@ -129,7 +129,8 @@ async def test_truncated_completions_are_delivered_flagged_and_in_the_baseline(
     await live.submit(prompt("A"))
     (group,) = await live.collect(1)
     by_reward = {sample["reward"]: sample for sample in group["samples"]}
-    assert {reward: sample["truncated"] for reward, sample in by_reward.items()} == {0: True, 1: True, 2: False, 3: False}
+    truncated = {reward: sample["truncated"] for reward, sample in by_reward.items()}
+    assert truncated == {0: True, 1: True, 2: False, 3: False}
     assert {reward: sample["finish_reason"] for reward, sample in by_reward.items()} == reason
     assert group["reward_mean"] == 1.5
 

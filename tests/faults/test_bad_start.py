@@ -86,9 +86,8 @@ async def test_what_answers_at_an_engines_address_but_is_none_is_refused(tmp_pat
     assert "API key" in await refused(tmp_path, engine.url)
 
     async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"220 mail.example ESMTP\r\n")
-        await reader.read(1)
-        await writer.drain()
+        await reader.readline()
+        writer.write(b"-ERR unknown command\r\n\r\n")
         await reader.read()
         writer.close()
 
@@ -122,8 +121,8 @@ async def test_a_port_in_use_and_a_store_in_use_or_broken_are_refused(tmp_path: 
 
 async def test_another_address_than_loopback_is_refused(tmp_path: Path, engine: Engine) -> None:
     """Public fault 60, until there are keys."""
-    line = await refused(tmp_path, engine.url, server={"host": "0.0.0.0", "port": 1})  # noqa: S104 - it is refused
-    assert "0.0.0.0" in line or "host" in line
+    everywhere = "0.0.0.0"  # noqa: S104 - it is refused
+    assert "server.host" in await refused(tmp_path, engine.url, server={"host": everywhere, "port": 1})
 
 
 async def test_nothing_is_left_running_after_a_refusal(tmp_path: Path, engine: Engine) -> None:

@@ -176,9 +176,7 @@ async def test_pause_stops_new_requests_and_retries_while_what_is_in_flight_goes
     assert {group["prompt_id"] for group in await live.collect(2)} == {"retry", "later"}
 
 
-async def test_nothing_is_generated_before_the_version_that_is_waited_for(
-    engine: Engine, service: MakeService
-) -> None:
+async def test_nothing_is_generated_before_the_version_that_is_waited_for(engine: Engine, service: MakeService) -> None:
     live = await service(dispatch={"wait_for_version": 3})
     (group_id,) = await live.submit(prompt("A"))
     await live.bump(2)

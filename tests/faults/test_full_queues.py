@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from tests.faults.conftest import MakeService
 from tests.faults.scripted import Act, Engine
@@ -122,9 +123,7 @@ async def test_hundreds_of_dispatches_and_aborts_leak_neither_slots_nor_connecti
     assert await live.slots_used() == 0
 
 
-async def test_a_prompt_wider_than_all_slots_is_made_a_few_rows_at_a_time(
-    engine: Engine, service: MakeService
-) -> None:
+async def test_a_prompt_wider_than_all_slots_is_made_a_few_rows_at_a_time(engine: Engine, service: MakeService) -> None:
     live = await service(dispatch={"max_inflight_rollouts": 3})
     await live.submit(prompt("wide", 50))
     (group,) = await live.collect(1)
@@ -132,22 +131,24 @@ async def test_a_prompt_wider_than_all_slots_is_made_a_few_rows_at_a_time(
     assert [sample["index"] for sample in group["samples"]] == list(range(50))
 
 
-async def test_engines_take_no_more_than_their_own_limit(engine: Engine, service: MakeService) -> None:
-    engine.on(None, Act(hold=True))
-    live = await service(engines=None, dispatch={"max_inflight_rollouts": 64})
-    small = await service(engines=None) if False else live
-    await small.submit(*(prompt(f"A{number}") for number in range(30)))
-    await engine.holding(64)
-    (entry,) = (await small.http.get("/engines")).json()["engines"]
-    assert entry["in_flight"] == 64
-    engine.on(None, Act())
-    engine.release()
-    assert len(await small.collect(30)) == 30
+async def test_engines_take_no_more_than_their_own_limit_and_all_of_it(service: MakeService, make_engine: Any) -> None:
+    small, large = await make_engine(), await make_engine()
+    for engine in (small, large):
+        engine.on(None, Act(hold=True))
+    engines = [{"url": small.url, "max_inflight": 5}, {"url": large.url, "max_inflight": 20}]
+    live = await service([], engines=engines)
+    await live.submit(*(prompt(f"A{number}") for number in range(10)))
+    await small.holding(5)
+    await large.holding(20)
+    assert await live.slots_used() == 25
+    for engine in (small, large):
+        engine.on(None, Act())
+        engine.release()
+    assert len(await live.collect(10)) == 10
+    assert len(small.attempts) + len(large.attempts) == 40
 
 
-async def test_400_rollouts_in_flight_at_once_all_finish_and_none_fails(
-    engine: Engine, service: MakeService
-) -> None:
+async def test_400_rollouts_in_flight_at_once_all_finish_and_none_fails(engine: Engine, service: MakeService) -> None:
     """Public fault 58, as large as a shared machine likes it."""
     engine.on(None, Act(hold=True))
     live = await service(dispatch={"max_inflight_rollouts": 400}, groups={"max_ready_groups": 256})

@@ -295,9 +295,7 @@ async def test_min_groups_not_met_at_the_deadline_is_empty_and_takes_nothing(
     assert (await live.counts())["ready"] == 1
 
 
-async def test_max_lease_bytes_shortens_a_lease_but_never_below_one_group(
-    engine: Engine, service: MakeService
-) -> None:
+async def test_max_lease_bytes_shortens_a_lease_but_never_below_one_group(engine: Engine, service: MakeService) -> None:
     live = await service(store={"max_lease_bytes": 3000})
     await ready(live, *"ABCD")
     sizes = [len((await live.pull(4, 0))["groups"]) for _ in range(4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from rollout_service.core.model import DropReason
 from tests.faults.conftest import MakeService
 from tests.faults.scripted import Act, Engine
 from tests.service import LiveService, prompt
@@ -16,10 +17,10 @@ async def test_every_counter_is_there_at_zero_with_every_reason_on_the_first_scr
     page = await live.metrics()
     for name in NAMED:
         assert {value for (found, _), value in page.items() if found == name} == {0.0}
-    for reason in ("too_few_survivors", "unscorable", "zero_variance", "prompt_too_long", "reward_cancelled", "cancelled"):
+    for reason in DropReason:
         assert page["rollout_dropped_groups_total", f'{{reason="{reason}"}}'] == 0
-    for name in ("rollout_failed_groups_total", "rollout_halts_total", "rollout_aborts_total", "rollout_acked_groups_total"):
-        assert page[name, ""] == 0
+    for name in ("failed_groups", "halts", "aborts", "acked_groups"):
+        assert page[f"rollout_{name}_total", ""] == 0
     assert page["rollout_reward_errors_total", '{reward="accuracy"}'] == 0
     assert page["rollout_slots", '{state="free"}'] == 64
     types = (await live.http.get("/metrics")).text

@@ -1,4 +1,4 @@
-"""`kill -9` of the real process: nothing submitted is lost, nothing acked comes again, the version and a pause are kept."""
+"""`kill -9` of the real process: no prompt is lost, nothing acked comes again, the version and a pause are kept."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ async def test_kill_after_kill_while_a_trainer_works_loses_nothing_and_repeats_n
     svc = await process(groups={"max_staleness": 8, "on_stale": "requeue"}, dispatch={"max_inflight_rollouts": 8})
     submitted = await svc.submit(*(prompt(f"A{number}", 2) for number in range(40)), final=True)
     acked: list[str] = []
-    version = step = 0
-    for size in (3, 5, 7, 25):
+    step = 0
+    for version, size in enumerate((3, 5, 7, 25), 1):
         for _ in range(size):
             lease = await svc.pull(1, 30, request_id=f"step-{step}")
             step += 1
@@ -145,7 +145,6 @@ async def test_kill_after_kill_while_a_trainer_works_loses_nothing_and_repeats_n
             assert (await svc.ack(lease["lease_id"])).status_code == 200
             assert not set(ids) & set(acked), "acked twice"
             acked += ids
-        version += 1
         await svc.bump(version)
         if size != 25:
             await svc.kill()

@@ -82,9 +82,9 @@ async def test_with_two_rewards_the_other_ones_scores_stand(engine: Engine, serv
     assert [sample["rewards"]["second"] for sample in both] == [None, 1.0, None, 1.0]
     assert [sample["reward"] for sample in both] == [0, 1.5, 2, 3.5]
     one = groups["one"]["samples"]
-    assert sorted((sample["reward"] is None, sample["reward"]) for sample in one if sample["scored"]) == [
-        (False, 0.5)
-    ] * 2
+    assert (
+        sorted((sample["reward"] is None, sample["reward"]) for sample in one if sample["scored"]) == [(False, 0.5)] * 2
+    )
     assert sum(sample["scored"] for sample in one) == 2
     assert groups["one"]["zero_variance"] is True
     assert {sample["advantage"] for sample in one} == {0.0}

@@ -277,9 +277,7 @@ async def test_an_abort_that_overtakes_its_request_still_ends_it(engine: Engine,
 # versions
 
 
-async def test_versions_only_rise_and_concurrent_posts_end_at_the_maximum(
-    engine: Engine, service: MakeService
-) -> None:
+async def test_versions_only_rise_and_concurrent_posts_end_at_the_maximum(engine: Engine, service: MakeService) -> None:
     live = await service()
     assert await live.version() == 0
     assert await live.bump(7) == {"version": 7, "previous": 0, "stale_groups": 0, "aborted_rollouts": 0}
@@ -326,9 +324,7 @@ async def test_a_reset_takes_every_opened_group_back_to_pending_and_voids_all_le
     engine: Engine, service: MakeService, on_stale: str
 ) -> None:
     engine.on("p:generating;", lambda a: Act(hold=a.nth < 4))
-    live = await service(
-        groups={"on_stale": on_stale, "max_group_attempts": 1}, reward_workers={"processes": 2}
-    )
+    live = await service(groups={"on_stale": on_stale, "max_group_attempts": 1}, reward_workers={"processes": 2})
     await live.bump(5)
     leased, acked = await live.submit(prompt("leased"), prompt("acked"))
     await live.wait_state(leased, "ready")

@@ -155,7 +155,7 @@ async def test_raw_logprobs_at_another_temperature_are_told_of_when_a_prompt_ask
     engine: Engine, service: MakeService
 ) -> None:
     live = await service()
-    await live.submit(prompt("A") | {"sampling": {"temperature": 0.5}}, prompt("B") | {"sampling": {"temperature": 0.5}})
+    await live.submit(*(prompt(key) | {"sampling": {"temperature": 0.5}} for key in "AB"))
     await live.collect(2)
     assert len(live.logged("raw_logprobs_at_a_temperature")) == 1
 

@@ -150,7 +150,6 @@ BROKEN = {
     "JSON": json.dumps(LEASE).encode(),
     "cut": as_file(LEASE)[:-1],
     "a wrong type": as_file({**LEASE, "status": 5}),
-    "no groups": as_file({**LEASE, "groups": []}),
 }
 
 

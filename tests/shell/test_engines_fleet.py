@@ -305,7 +305,11 @@ async def test_refusals_and_bad_answers_do_not_take_an_engine_out() -> None:
 
 
 async def test_an_engine_that_fails_fast_does_not_swallow_the_work_of_a_good_one() -> None:
-    async with ScriptedEngine() as bad, ScriptedEngine() as good, fleet_of(bad, good, max_inflight=4) as fleet:
+    async with (
+        ScriptedEngine() as bad,
+        ScriptedEngine() as good,
+        fleet_of(bad, good, max_inflight=4, probe_interval_s=60) as fleet,
+    ):
         bad.script = in_turn(error(502, "bad gateway"))
 
         async def slow() -> Reply:
