@@ -53,8 +53,9 @@ format: $(READY)  ## mend what the linter and the formatter can mend
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: $(READY)  ## the service beside a bare client on one simulated engine
+bench: $(READY)  ## what the service costs: beside a bare client, memory beside SQLite, JSON beside binary leases
 	@$(PY) -m benchmarks.throughput
+	@$(PY) -m benchmarks.leases
 
 lock: $(READY)  ## resolve both locks anew
 	@CUSTOM_COMPILE_COMMAND="make lock" .venv/bin/pip-compile -q --upgrade --extra dev --allow-unsafe --strip-extras --annotation-style line \

@@ -106,9 +106,8 @@ class ScriptedService:
     """Requests being answered now."""
 
     def __post_init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = 0
+        """Chosen by the first `start()`, kept by the later ones."""
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
@@ -121,7 +120,9 @@ class ScriptedService:
 
     def start(self) -> ScriptedService:
         started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(started)), daemon=True)
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = int(listener.getsockname()[1])
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(listener, started)), daemon=True)
         self._thread.start()
         assert started.wait(10)
         return self
@@ -134,18 +135,21 @@ class ScriptedService:
         self._thread.join(10)
         self._loop = self._thread = None
 
-    async def _main(self, started: threading.Event) -> None:
+    async def _main(self, listener: socket.socket, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping, self._more = asyncio.Event(), asyncio.Condition()
         server = web.Server(self._handle, handler_cancellation=True)  # a handler ends when its client hangs up
         runner = web.ServerRunner(server, shutdown_timeout=0)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.SockSite(runner, listener)
         await site.start()
         started.set()
         await self._stopping.wait()
+        # Accepting ends some turns before the server does: asyncio fails on a connection it is accepting meanwhile.
+        self._loop.remove_reader(listener)
+        for _ in range(3):
+            await asyncio.sleep(0)
         await site.stop()
-        await asyncio.sleep(0)  # what was being accepted is a connection by now
         while server.connections:
             for connection in list(server.connections):
                 if connection.transport is not None:

@@ -42,10 +42,10 @@ class Forked(Api):
         except httpx.TransportError:
             return False
 
-    async def fails_to_start(self, user: int | None = None) -> str:
+    async def fails_to_start(self, *, obedient: bool = False) -> str:
         """The one line a start that is refused leaves on stderr, with exit code 2."""
         before = len(self.log())
-        await self.lives.begin(self.directory, *SERVE, user=user)
+        await self.lives.begin(self.directory, *SERVE, obedient=obedient)
         code = await self.lives.ended()
         said = self.log()[before:]
         assert code == 2, f"{code}: {said}"

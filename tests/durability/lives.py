@@ -7,7 +7,7 @@ when the test process does; the next one begins after the end of the one before.
 from __future__ import annotations
 
 import asyncio
-import codecs
+import ctypes
 import json
 import os
 import signal
@@ -24,6 +24,8 @@ from typing import IO, Any
 
 from tests.durability.crashing import Kind, Moment, Point, install
 
+CAPABILITY_VERSION = 0x20080522
+DAC_OVERRIDE, DAC_READ_SEARCH = 1 << 1, 1 << 2
 REPOSITORY = Path(__file__).absolute().parents[2]
 
 
@@ -56,15 +58,18 @@ class Lives:
         self._process.stdout.close()
 
     async def begin(
-        self, directory: Path, *arguments: str, point: Point | None = None, user: int | None = None
+        self, directory: Path, *arguments: str, point: Point | None = None, obedient: bool = False
     ) -> None:
-        """Run the command line with `arguments` in `directory`; its output is added to `service.log` there."""
+        """Run the command line with `arguments` in `directory`; its output is added to `service.log` there.
+
+        `obedient`: permissions of files hold for it even where it runs as root.
+        """
         assert self.pid is None, "one life at a time"
         order = {
             "directory": str(directory),
             "arguments": list(arguments),
             "point": None if point is None else asdict(point),
-            "user": user,
+            "obedient": obedient,
         }
         begun: Future[dict[str, int]] = Future()
         self._end: Future[dict[str, int]] = Future()
@@ -102,15 +107,11 @@ def report_of(directory: Path) -> Path:
 
 def main() -> None:
     """Orders in by lines on stdin, `{"pid"}` and `{"code"}` out."""
-    import concurrent.futures.thread
-
     import uvloop
 
     from rollout_service import app, checks, cli, server, settings
 
-    del app, checks, concurrent, server, settings, uvloop  # imported to be there in every life
-    for encoding in ("utf-8-sig", "idna"):
-        codecs.lookup(encoding)  # a life of another user may not be able to read the standard library
+    del app, checks, server, settings, uvloop  # imported to be there in every life
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
@@ -129,8 +130,8 @@ def _live(order: dict[str, Any], cli: Any) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         threading.Thread(target=_end_with_the_test, daemon=True).start()
-        if order["user"] is not None:
-            os.setuid(order["user"])
+        if order["obedient"]:
+            _obey_permissions()
         if order["point"] is not None:
             given = order["point"]
             point = Point(kind=Kind(given["kind"]), moment=Moment(given["moment"]), nth=given["nth"])
@@ -146,6 +147,19 @@ def _live(order: dict[str, Any], cli: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _obey_permissions() -> None:
+    """Give up the capabilities by which root reads and writes whatever it likes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()
+    if libc.capget(header, sets) != 0:
+        raise OSError(ctypes.get_errno(), "capget")
+    for number in range(3):  # effective, permitted, inheritable
+        sets[number] &= ~(DAC_OVERRIDE | DAC_READ_SEARCH)
+    if libc.capset(header, sets) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _end_with_the_test() -> None:
