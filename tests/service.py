@@ -81,10 +81,10 @@ def trained_text(sample: Mapping[str, Any]) -> str:
     return bytes(i for i in trained_ids(sample) if i < 256).decode()
 
 
-def tables(directory: Path, engines: list[str], **changes: Any) -> Tables:
+def tables(directory: Path, urls: list[str], **changes: Any) -> Tables:
     """Settings of a small run in `directory`; `changes` go on top, table by table."""
     values: Tables = {
-        "engines": [{"url": url, "max_inflight": 256} for url in engines],
+        "engines": [{"url": url, "max_inflight": 256} for url in urls],
         "groups": {"num_generations": 4, "max_staleness": 4},
         "dispatch": {"max_inflight_rollouts": 64, "max_attempts": 1, "probe_interval_s": 0.2},
         "sampling": {"max_tokens": 64},
@@ -243,9 +243,9 @@ class Api:
 class LiveService(Api):
     """The service in the test's own event loop. `stop` and `start` keep its directory."""
 
-    def __init__(self, directory: Path, engines: list[str], **changes: Any) -> None:
+    def __init__(self, directory: Path, urls: list[str], **changes: Any) -> None:
         self.directory = directory
-        self.settings = Settings(**tables(directory, engines, **changes))
+        self.settings = Settings(**tables(directory, urls, **changes))
         super().__init__(self.settings.groups.max_staleness)
         self.logs: list[Any] = []
         self.port = 0
@@ -315,9 +315,9 @@ class LiveService(Api):
 class ServiceProcess(Api):
     """`rollout-service serve` as a process of its own, for what only a kill shows. `start` keeps directory and port."""
 
-    def __init__(self, directory: Path, engines: list[str], **changes: Any) -> None:
+    def __init__(self, directory: Path, urls: list[str], **changes: Any) -> None:
         self.directory, self.port = directory, free_port()
-        values = tables(directory, engines, **changes)
+        values = tables(directory, urls, **changes)
         super().__init__(values["groups"]["max_staleness"])
         (directory / "rollout.toml").write_text(to_toml(values))
         self.process: asyncio.subprocess.Process | None = None

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollout_service.core.model import FailureReason, Turn
-from rollout_service.engines.faults import EngineFault, GenerationFailed, StaleConnection, StatusFault, TransportFault
+from rollout_service.engines.faults import (
+    EngineFault,
+    GenerationFailed,
+    RequestTimeout,
+    StaleConnection,
+    StatusFault,
+    TransportFault,
+)
 from rollout_service.engines.health import Member
 from rollout_service.engines.requests import GenerateRequest, RequestIds
 from rollout_service.engines.settings import EngineEvents
@@ -22,6 +29,8 @@ BACKOFF_BASE_S = 0.1
 BACKOFF_CAP_S = 5.0
 RETRY_AFTER_CAP_S = 30.0
 """An engine may ask for this much; more would outlast most rollouts."""
+TIMER_SLACK_S = 0.05
+"""Event loops count whole milliseconds: a request cut by the deadline of its rollout may end a little before that."""
 MAX_UNCOUNTED = 16
 """A prompt that kills every engine it meets must not go round for ever."""
 
@@ -191,7 +200,7 @@ class Generation:
         self._attempts += 1
         if isinstance(fault, TransportFault) or (isinstance(fault, StatusFault) and fault.status >= 500):
             member.struck(str(fault))
-        if self._deadline.remaining() <= 0:
+        if self._deadline.remaining() <= (TIMER_SLACK_S if isinstance(fault, RequestTimeout) else 0):
             raise self._failed(FailureReason.DEADLINE, f"the rollout ran past its deadline; last: {fault}", member)
         if self._policy.gives_up(self._attempts, fault):
             raise self._failed(fault.failure_reason, str(fault), member)

@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollout_service import app
+from rollout_service import app, store
 from rollout_service.core.group import LeaseState
 from rollout_service.core.model import FinishedRollout, GroupState
 from rollout_service.core.records import Batch
@@ -101,20 +101,21 @@ def install(point: Point, report: Path) -> None:
             if watch.met and point.moment is Moment.TOLD:
                 asyncio.get_running_loop().call_soon(watch.die)  # effects run before the loop's next callback
 
-    opened, open_store = sqlite_file.open_writer, app.open_store
+    opened, open_store = sqlite_file.open_writer, store.open_store
 
     def open_writer(path: Path, *, busy_s: float) -> Any:
         return _Connection(opened(path, busy_s=busy_s), watch)
 
     def make_store(*args: Any, **kwargs: Any) -> Any:
-        store = open_store(*args, **kwargs)
-        store.__class__ = Store
-        return store
+        made = open_store(*args, **kwargs)
+        made.__class__ = Store
+        return made
 
-    app.Parts = Parts  # type: ignore[misc]  # replaced for this process alone
-    app.open_store = make_store
+    # Replaced in this process alone, under the names by which they are found there.
+    setattr(app, "Parts", Parts)  # noqa: B010  # a class is no variable to mypy
+    setattr(app, "open_store", make_store)  # noqa: B010  # imported there, not exported
+    setattr(sqlite_thread, "BatchWriter", Writer)  # noqa: B010  # as above
     sqlite_file.open_writer = open_writer
-    sqlite_thread.BatchWriter = Writer  # type: ignore[misc]  # as above
 
 
 class _Connection:

@@ -57,9 +57,7 @@ class Lives:
         self._reader.join(10)
         self._process.stdout.close()
 
-    async def begin(
-        self, directory: Path, *arguments: str, point: Point | None = None, obedient: bool = False
-    ) -> None:
+    async def begin(self, directory: Path, *arguments: str, point: Point | None = None, obedient: bool = False) -> None:
         """Run the command line with `arguments` in `directory`; its output is added to `service.log` there.
 
         `obedient`: permissions of files hold for it even where it runs as root.

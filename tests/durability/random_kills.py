@@ -18,7 +18,7 @@ STARTING_S = 0.4
 
 
 async def die_at_random(lives: Lives, directory: Path, *, seed: int, kills: int) -> Story:
-    """The story of `kills` kills, at its end. Raises AssertionError, after printing the seed, where anything is wrong."""
+    """The story of `kills` kills at its end. Prints the seed and raises AssertionError where anything is wrong."""
     rng = random.Random(seed)
     async with Story.told(Plan(seed=seed), lives, directory) as story:
         try:
@@ -28,12 +28,12 @@ async def die_at_random(lives: Lives, directory: Path, *, seed: int, kills: int)
                     await asyncio.sleep(rng.uniform(0.0, STARTING_S))
                 else:
                     await story.while_working(story.ready())
-                    story.tasks or story.work()
+                    story.work()
                     await story.while_working(asyncio.sleep(rng.uniform(*WORKS_S)))
                 await story.kill()
             await story.live()
             await story.while_working(story.ready())
-            story.tasks or story.work()
+            story.work()
             await story.finish()
         except BaseException:
             print(f"DURABILITY_SEED={seed}; {story.tally()}\n{story.log()[-3000:]}", file=sys.stderr)

@@ -171,7 +171,7 @@ class Story:
         """A whole life, which ends at `point`; the trainer works on from the first one's start."""
         await self.live(point)
         look = asyncio.create_task(self.ready())
-        self.tasks or self.work()
+        self.work()
         try:
             async with asyncio.timeout(MET_WITHIN_S):
                 await self.killed(look)
@@ -217,7 +217,9 @@ class Story:
     # the trainer
 
     def work(self) -> None:
-        """Consumers, steering and a stream of prompts begin; they go on over every kill."""
+        """Consumers, steering and a stream of prompts begin, once; they go on over every kill."""
+        if self.tasks:
+            return
         jobs = [self.trainer.consume(f"rank{rank}") for rank in range(self.plan.consumers)]
         self.tasks = [asyncio.create_task(job) for job in (*jobs, self.trainer.steer(), self._feed())]
 

@@ -1,4 +1,4 @@
-"""A disk that is full, a file that is not what it should be, a store that is in use: said clearly, and nothing is lost."""
+"""A full disk, a file that is not what it should be, a store in use: said clearly, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ class Trainer:
 
     async def _lease(self, ask: Json) -> Json | None:
         """None where there is none to work on."""
+        version = self.history.version  # when first asked: the lease may be as old as that
         while True:
-            version = self.history.version
             try:
                 status, answer = await self.once("POST", "/leases", ask)
             except Lost:

@@ -49,9 +49,9 @@ async def service(engine: Engine, tmp_path: Path) -> AsyncIterator[MakeService]:
     """Starts services, each in a directory of its own, with `table={...}` on top of the usual settings."""
     made: list[LiveService] = []
 
-    async def make(engines: list[str] | None = None, **changes: Any) -> LiveService:
+    async def make(urls: list[str] | None = None, **changes: Any) -> LiveService:
         directory = _directory(tmp_path, len(made))
-        made.append(LiveService(directory, engines or [engine.url], **changes))
+        made.append(LiveService(directory, urls or [engine.url], **changes))
         return await made[-1].start()
 
     yield make
@@ -64,8 +64,8 @@ async def process(engine: Engine, tmp_path: Path) -> AsyncIterator[MakeProcess]:
     """As `service`, in a process of its own that can be killed."""
     async with AsyncExitStack() as stack:
 
-        async def make(engines: list[str] | None = None, **changes: Any) -> ServiceProcess:
-            made = ServiceProcess(_directory(tmp_path, 0), engines or [engine.url], **changes)
+        async def make(urls: list[str] | None = None, **changes: Any) -> ServiceProcess:
+            made = ServiceProcess(_directory(tmp_path, 0), urls or [engine.url], **changes)
             await stack.enter_async_context(killed_at_end(made))
             return await made.start()
 

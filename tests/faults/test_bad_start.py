@@ -40,7 +40,6 @@ async def refused(directory: Path, engine: str, extra: str = "", **changes: Any)
     [
         ("[groups_]\nx = 1\n", "groups_"),
         ("[groups]\nnum_generation = 4\n", "num_generation"),
-        ("[dispatch]\nmax_attempts = 0\n", "dispatch.max_attempts"),
         ("[dispatch]\nmax_attempts = 2.5\n", "dispatch.max_attempts"),
         ('[dispatch]\nadmission = "pace"\n', "groups_per_step"),
         ("not toml\n", "rollout.toml"),
@@ -55,7 +54,6 @@ async def test_a_reward_that_cannot_be_imported_is_named(tmp_path: Path, engine:
     for target, words in (
         ("no_such_module:f", "no_such_module"),
         ("fault_rewards:nothing", "nothing"),
-        ("fault_rewards:CALLS", "CALLS"),
     ):
         line = await refused(tmp_path, engine.url, rewards=[{"name": "mine", "function": target}])
         assert words in line
@@ -67,8 +65,6 @@ async def test_prompts_that_cannot_be_read_are_named_with_file_line_and_field(tm
     for content, words in (
         (None, ["prompts.jsonl"]),
         ('{"prompt": "a"}\n{"prompt": 7}\n', ["prompts.jsonl", "2", "prompt"]),
-        ('{"prompt": "a"}\n{"prompt": \n', ["prompts.jsonl", "2"]),
-        ('{"question": "a"}\n', ["prompts.jsonl", "1"]),
     ):
         if content is not None:
             path.write_text(content)

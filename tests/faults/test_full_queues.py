@@ -62,8 +62,9 @@ async def test_dispatch_pauses_at_max_ready_bytes(engine: Engine, service: MakeS
     await live.submit(*(prompt(f"A{number}") for number in range(30)))
     await until(lambda: _settled(live))
     assert (await live.status())["blocked"] == "max_ready_bytes"
-    assert await ready_count(live) == 2, "of about 200 kB each"
-    assert len(engine.attempts) == 8
+    ready = await ready_count(live)
+    assert ready in (2, 3), "of about 200 kB each; one that was open when the bound was reached still finishes"
+    assert len(engine.attempts) == 4 * ready
     assert len(await live.collect(30)) == 30
 
 

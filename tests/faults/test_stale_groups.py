@@ -171,7 +171,7 @@ async def test_requeue_generates_the_whole_prompt_again_under_new_ids_and_mixes_
     live = await service(groups={"max_staleness": 0, "on_stale": "requeue"}, dispatch={"max_inflight_rollouts": 4})
     a, _ = await live.submit(prompt("A"), prompt("B"))
     await engine.holding(2, "p:A;")
-    await until(lambda: len(engine.find("p:B;")) == 2 and not engine.in_flight("p:B;"))
+    await until(lambda: _finished(live, a, 2))
     engine.on("p:A;", lambda x: says(x.nth / 8, "new"))
     bumped = await live.bump(1)
     assert bumped["stale_groups"] >= 1
@@ -409,12 +409,16 @@ async def test_all_work_going_stale_is_told_and_delivery_begins_when_the_bumps_p
     engine: Engine, service: MakeService
 ) -> None:
     """Public fault 8."""
-    engine.on(None, Act(delay=0.2))
+    engine.on(None, Act(hold=True))
     live = await service(groups={"max_staleness": 0, "on_stale": "requeue", "max_group_attempts": 1000})
     await live.submit(*(prompt(f"A{number}") for number in range(4)))
     for version in range(1, 7):
-        await until(lambda: len(engine.in_flight()) == 16)
+        await until(lambda version=version: len(engine.attempts) == 16 * version)
+        await engine.holding(16)
         await live.bump(version)
+    engine.on(None, Act())
+    await until(lambda: len(engine.attempts) == 7 * 16)
+    engine.release()
     assert await live.metric(STALE) == 24
     groups = await live.collect(4)
     assert {group["policy_version"] for group in groups} == {6}

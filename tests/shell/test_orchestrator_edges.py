@@ -6,11 +6,13 @@ Every test here holds one commit, one read or one task back and lets something e
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from rollout_service.core.group import Group, GroupPolicy
 from rollout_service.core.model import DropReason, GroupState, Prompt, ScoreJob, Scores
@@ -234,38 +236,44 @@ class Broken(MemoryStore):
 
 
 class Rows:
-    """A prompts file, and how far it had been committed whenever rows were asked for."""
+    """A prompts file; what is read of it while the store is broken stays on its way until the store is back."""
 
     total, fingerprint = 600, "f"
 
-    def __init__(self) -> None:
-        self.reads: list[tuple[int, int]] = []
-        self.committed = 0
+    def __init__(self, store: Broken) -> None:
+        self.store, self.back = store, threading.Event()
+        self.read_while_broken: list[int] = []
 
     def read(self, position: int, count: int) -> Sequence[Prompt]:
-        self.reads.append((position, self.committed))
+        if self.store.broken:
+            self.read_while_broken.append(position)
+            self.back.wait(5)
         return [prompt(f"row-{at}", 2) for at in range(position, min(position + count, self.total))]
 
 
 async def test_after_a_failed_commit_the_file_is_read_from_the_committed_position(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(intake, "RETRY_S", 0.001)
     monkeypatch.setattr(writer, "RELOAD_FIRST_S", 0.001)
-    store, source = Broken(4), Rows()
-    store.breaks = lambda batch: 512 in batch.new_groups and store.commits < 20 and not harness.observer.failures
+    store = Broken(4)
+    source = Rows(store)
+    store.breaks = lambda batch: 512 in batch.new_groups and not harness.observer.failures
     policy = Policy(group=GroupPolicy(), slots=10_000, max_ready_groups=10_000)
     harness = Harness(store=store, policy=policy, source=source, digest=lambda p: p.prompt_id.encode())
-    async with harness as door:
-        await until(lambda: not door.status().store_ok)
-        source.committed = 256
-        assert door.status().read_position == 512, "what memory says was never committed"
-        before = len(source.reads)
-        ticks = asyncio.get_running_loop().time() + 0.05
-        await until(lambda: len(source.reads) > before or asyncio.get_running_loop().time() > ticks)
-        store.broken = False
-        await until(lambda: door.status().final)
-        names = [group.prompt_id for group in await door.groups([], after=0, limit=1000)]
+    with structlog.testing.capture_logs() as logs:
+        async with harness as door:
+            await until(lambda: not door.status().store_ok)
+            assert door.status().read_position == 512, "what memory says was never committed"
+            tries = [log["event"] for log in logs].count("prompts_wait")
+            await until(
+                lambda: source.read_while_broken or [log["event"] for log in logs].count("prompts_wait") > tries + 1
+            )
+            store.broken = False
+            await until(lambda: door.status().store_ok)
+            source.back.set()
+            await until(lambda: door.status().final)
+            names = [group.prompt_id for group in await door.groups([], after=0, limit=1000)]
     assert names == [f"row-{at}" for at in range(600)], "every row once, in order"
-    assert all(position == committed for position, committed in source.reads[before:][:1])
+    assert source.read_while_broken == []
 
 
 async def test_rows_read_from_another_position_than_the_committed_one_are_not_taken():
@@ -427,13 +435,12 @@ async def test_after_a_restart_leased_groups_of_the_current_version_count_agains
     async with second as door:
         await passes()
         assert (second.runner.jobs, door.status().blocked) == ([], "pace")
+        await door.pause()
         await door.post_version(1)
-        await until(lambda: door.status().counts.groups[S.READY] == 1)
-    third = Harness(store=MemoryStore.reopened(second.store), policy=PACED)
-    async with third as door:
-        counts = door.status().counts.groups
-        assert (counts[S.LEASED], counts[S.READY], counts[S.PENDING]) == (1, 1, 2), "that of before the bump is free"
-        assert len((await door.lease(ASK)).payloads) == 1
+    async with Harness(store=MemoryStore.reopened(second.store), policy=PACED, runner=at_once()) as door:
+        await door.resume()
+        await until(lambda: door.status().counts.groups[S.READY] == 1, "that of before the bump is in nobody's way")
+        assert door.status().counts.groups[S.LEASED] == 1
 
 
 def kept(part: object) -> int:
@@ -449,13 +456,13 @@ async def test_without_pacing_nothing_is_remembered_of_a_group_that_was_delivere
     harness = Harness(store=MemoryStore(4), runner=at_once())
     sizes: list[int] = []
     async with harness as door:
-        writer = door.writer
+        inside = door.writer
         for number in range(300):
             await door.submit([submission(f"p{number}", 2)])
             lease = (await door.lease(ASK)).lease
             assert lease is not None
             await door.ack(lease.lease_id, None)
-            sizes.append(sum(map(kept, (writer.core, writer.survivors, writer.prompts, writer.work, writer.line))))
+            sizes.append(sum(map(kept, (inside.core, inside.survivors, inside.prompts, inside.work, inside.line))))
         assert door.status().counts.groups[S.ACKED] == 300
     assert max(sizes[150:]) <= max(sizes[:150]), "flat"
 
@@ -682,6 +689,33 @@ async def test_a_bump_and_a_reset_around_the_commit_of_an_opening_send_each_row_
             await bumps.store.step()
         await bumps.post(0, reset=True)
         await bumps.ends_at(0)
+
+
+async def test_a_reset_before_the_commit_of_an_opening_sends_no_more_rows_than_there_are_slots_by_then():
+    bumps = Bumps()
+    async with bumps.harness as door:
+        await bumps.open()
+        bumps.harness.engines.capacity = 4
+        await bumps.post(1)
+        await bumps.post(0, reset=True)
+        bumps.store.free()
+        await asyncio.gather(*bumps.posts)
+        await until(lambda: bumps.harness.runner.held)
+        await passes()
+        assert [job.index for job in bumps.harness.runner.jobs] == [0, 1, 2, 3]
+        assert len(bumps.harness.runner.held) == door.status().slots_used == 4
+
+
+async def test_a_cancellation_before_the_commit_of_an_opening_sends_nothing_and_aborts_nothing():
+    bumps = Bumps()
+    async with bumps.harness as door:
+        await bumps.open()
+        cancelling = asyncio.create_task(door.cancel("g-1"))
+        await passes()
+        bumps.store.free()
+        assert (await cancelling).reason is DropReason.CANCELLED
+        await passes()
+        assert (bumps.harness.runner.jobs, bumps.harness.observer.aborted) == ([], 0)
 
 
 async def test_a_bump_after_the_commit_of_an_opening_aborts_what_was_sent():
