@@ -23,7 +23,7 @@ this process and start at 0 with it, except `rollout_submitted_groups_total`, wh
 | rollout_reward_errors_total{reward} | groups a reward failed on |
 | rollout_halts_total | times dispatch halted |
 | rollout_store_errors_total | commits that failed |
-| rollout_http_requests_total{route,method,status} | requests answered, by route template |
+| rollout_http_requests_total{route,status} | requests answered, by method and route template, and class of status |
 | rollout_groups{state}, rollout_policy_version, rollout_slots{state} | the run now |
 | rollout_inflight_rollouts | rollouts at engines now (= used slots) |
 | rollout_leases, rollout_waiting_lease_calls | live leases; callers waiting for one |
@@ -77,6 +77,8 @@ LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 STALENESS = (0, 1, 2, 3, 4, 6, 8, 16)
 REWARD = (-1, -0.5, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 5)
 
+UNMATCHED = "unmatched"
+STATUS_CLASSES = ("2xx", "4xx", "5xx")
 FAILED = "failed"
 LATE = "late"
 WASTE_REASONS = ("stale", "reset", LATE, FAILED, *DropReason)
@@ -96,6 +98,7 @@ class Metrics:
         # Process-wide, and the only setting of its kind in the library: `…_created` gauges are noise on every page.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no annotations
         self.registry = registry = CollectorRegistry()
+        self._routes: set[str] = set()
 
         def counter(name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
             made = Counter(name, text, [label] if label else [], registry=registry)
@@ -127,8 +130,8 @@ class Metrics:
         self._store_errors = counter("rollout_store_errors", "Commits that failed")
         self._http = Counter(
             "rollout_http_requests",
-            "Requests answered, by route template",
-            ["route", "method", "status"],
+            "Requests answered, by method and route template, and class of status",
+            ["route", "status"],
             registry=registry,
         )
         self._staleness = histogram("rollout_group_staleness", "Staleness of delivered groups", STALENESS)
@@ -238,9 +241,16 @@ class Metrics:
         """A reward failed on a group. `reward` is a configured name."""
         self._reward_errors.labels(reward).inc()
 
-    def request_answered(self, route: str, method: str, status: int) -> None:
-        """`route` is a template, `method` one of a bounded set."""
-        self._http.labels(route, method, str(status)).inc()
+    def know_routes(self, routes: Iterable[str]) -> None:
+        """Every series of requests, at 0: what clients ask for makes no new ones."""
+        for route in (*routes, UNMATCHED):
+            self._routes.add(route)
+            for status in STATUS_CLASSES:
+                self._http.labels(route, status)
+
+    def request_answered(self, route: str, status: int) -> None:
+        """`route`: method and template; one that nobody made known counts as unmatched."""
+        self._http.labels(route if route in self._routes else UNMATCHED, f"{status // 100}xx").inc()
 
 
 class _Gauges(Collector):

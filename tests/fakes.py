@@ -118,6 +118,9 @@ class Engines:
     def healthy_capacity(self) -> int:
         return self.capacity
 
+    def unhealthy(self) -> dict[str, str]:
+        return {} if self.capacity else {"http://engine": "connection refused"}
+
 
 @dataclass
 class Clock:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
 from rollout_service import __version__
@@ -58,6 +59,12 @@ def build_api(context: Context, lifespan: Lifespan | None = None) -> FastAPI:
     for module in (policy_version, prompts, leases, groups, checkpoints, status, engines, control, probes):
         # As they are, not through include_router: problems.py looks through them for the methods of a path.
         app.router.routes.extend(module.routes.routes)
+    context.metrics.know_routes(
+        f"{method} {route.path}"
+        for route in app.router.routes
+        if isinstance(route, APIRoute)
+        for method in sorted(route.methods or ())
+    )
     problems.install(app)
     app.add_middleware(Edge, metrics=context.metrics)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's own way to extend the document

@@ -10,10 +10,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_service.api.problems import CLIENT_GONE, internal_error
-from rollout_service.metrics import Metrics
-
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-UNMATCHED = "unmatched"
+from rollout_service.metrics import UNMATCHED, Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -45,8 +42,7 @@ class Edge:
                 raise  # half an answer is out: the server cuts the connection
             await internal_error()(scope, receive, watch)
         finally:
-            method = scope["method"] if scope["method"] in METHODS else "other"
-            self.metrics.request_answered(_route(scope), method, status or CLIENT_GONE)
+            self.metrics.request_answered(f"{scope['method']} {_route(scope)}", status or CLIENT_GONE)
 
 
 def _route(scope: Scope) -> str:

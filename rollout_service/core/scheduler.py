@@ -361,7 +361,9 @@ class Scheduler:
                 return None
         return seq
 
-    def give_up_waiting(self, error: str, *, now: float) -> tuple[Group, tuple[int, ...]] | None:
+    def give_up_waiting(
+        self, error: str, engine: str | None = None, *, now: float
+    ) -> tuple[Group, tuple[int, ...]] | None:
         """No engine was healthy for as long as rollouts may wait: fail the next group that would be dispatched.
 
         One group and not all of them, so that the halt that follows costs one prompt; nothing while stopped. Returns
@@ -377,7 +379,7 @@ class Scheduler:
         opened = self._apply(group, lifecycle.Dispatched(rows=rows, version=self.version), now)
         effects[mark:] = [effect for effect in effects[mark:] if not isinstance(effect, lifecycle.StartRollouts)]
         for row in rows:
-            self.fail(seq, opened.attempt, row, FailureReason.ENGINE_UNAVAILABLE, error, None, now=now)
+            self.fail(seq, opened.attempt, row, FailureReason.ENGINE_UNAVAILABLE, error, engine, now=now)
         return opened, rows
 
     # rollouts and scoring: late and duplicate ones are no-ops that answer False

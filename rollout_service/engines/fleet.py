@@ -124,6 +124,10 @@ class Fleet:
         """Requests the healthy engines take at once."""
         return sum(member.max_inflight for member in self._members if member.healthy)
 
+    def unhealthy(self) -> dict[str, str]:
+        """URL -> what is wrong, of every engine that is not healthy."""
+        return {member.engine.url: member.error or "" for member in self._members if not member.healthy}
+
     def describe(self) -> list[dict[str, Any]]:
         """One dict an engine, for `GET /engines`; no URL in it shows credentials."""
         return [member.describe() for member in self._members]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from rollout_service.core.changes import Halt, Moved
@@ -35,6 +36,9 @@ class Engines(Protocol):
 
     def healthy_capacity(self) -> int:
         """Rollouts that healthy engines take at once; 0 where none is healthy."""
+
+    def unhealthy(self) -> Mapping[str, str]:
+        """URL -> what is wrong, of every engine that is not healthy."""
 
 
 class Clock(Protocol):

@@ -437,16 +437,20 @@ class Writer:
             self._engine_missed_since = now
         elif now - self._engine_missed_since >= self._rules.engine_wait_s:
             self._engine_missed_since = None
-            self._give_up_waiting(f"no engine was healthy for {self._rules.engine_wait_s:g} s", now)
+            self._give_up_waiting(now)
 
-    def _give_up_waiting(self, error: str, now: float) -> None:
-        given_up = self.core.give_up_waiting(error, now=now)
+    def _give_up_waiting(self, now: float) -> None:
+        wrong = self._engines.unhealthy()
+        words = "; ".join(f"{url}: {error}" for url, error in wrong.items())
+        error = f"no engine was healthy for {self._rules.engine_wait_s:g} s ({words or 'there is none'})"
+        engine = next(iter(wrong), None)
+        given_up = self.core.give_up_waiting(error, engine, now=now)
         if given_up is None:
             return
         group, rows = given_up
         log.warning("gave_up_waiting", group_id=group.group_id, rollouts=len(rows), error=error)
         for row in rows:
-            failed = FailedRollout(index=row, reason=FailureReason.ENGINE_UNAVAILABLE, error=error)
+            failed = FailedRollout(index=row, reason=FailureReason.ENGINE_UNAVAILABLE, error=error, engine=engine)
             self.committer.batch.rollouts[group.seq, group.attempt, row] = failed
             self._after_commit(partial(self._observer.rollout_settled, failed, now - group.changed_at))
         self.touch()  # waiting callers were served before this, and must hear of a halt

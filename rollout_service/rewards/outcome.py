@@ -54,8 +54,9 @@ def outcome_of_error(error: BaseException) -> Outcome:
     lines = traceback.format_exception(type(error), error, frames.tb_next if frames else None)
     text = clean("".join(lines)[-MAX_TRACEBACK:], MAX_TRACEBACK)
     message = clean(traceback.format_exception_only(error)[-1].strip())
-    # asyncio.CancelledError, SystemExit and KeyboardInterrupt are no Exceptions; the futures' own cancellation is one.
-    if not isinstance(error, Exception) or isinstance(error, concurrent.futures.CancelledError):
+    # asyncio.CancelledError and KeyboardInterrupt are no Exceptions; the futures' own cancellation is one. A SystemExit
+    # is no cancellation but a program that gave up: it costs this function, as any exception does.
+    if not isinstance(error, Exception | SystemExit) or isinstance(error, concurrent.futures.CancelledError):
         return Outcome(cancelled=message, traceback=text)
     return Outcome(error=message, traceback=text)
 

@@ -136,7 +136,7 @@ async def test_an_async_exception_is_logged_with_its_traceback(start: Start) -> 
     assert "reward_samples.py" in logs[0]["traceback"]
 
 
-@pytest.mark.parametrize("mode", ["cancel", "cancel-self", "exit"])
+@pytest.mark.parametrize("mode", ["cancel", "cancel-self"])
 async def test_a_cancellation_raised_by_async_user_code_is_not_ours(start: Start, mode: str) -> None:
     scorer = await start("later", "said")
     scores = await scorer.score(job("0.5", mode=mode))

@@ -127,7 +127,15 @@ async def test_an_exception_is_named_logged_with_its_traceback_and_stays_in_its_
     assert "rewards/worker.py" not in log["traceback"]
 
 
-@pytest.mark.parametrize("mode", ["cancel", "futures-cancel", "exit", "interrupt"])
+async def test_a_program_that_exits_scored_nobody_and_the_worker_lives_on(start: Start) -> None:
+    scorer = await start()
+    scores = await scorer.score(job("a", "b", mode="exit"))
+    assert (scores.cancelled, scores.rewards) == (None, {"misbehave": [None, None]})
+    assert scores.errors["misbehave"].startswith("SystemExit")
+    await scored_fine(scorer)
+
+
+@pytest.mark.parametrize("mode", ["cancel", "futures-cancel", "interrupt"])
 async def test_a_cancellation_in_user_code_cancels_the_group_and_the_worker_lives_on(start: Start, mode: str) -> None:
     errors: list[str] = []
     scorer = await start(on_error=errors.append)
