@@ -8,7 +8,7 @@ ACCEPTANCE ?= ../shared/acceptance
 PIP := $(PY) -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help env engine demo test acceptance check format bench lock clean clean-all
+.PHONY: help env engine demo test acceptance soak mutants check format bench lock clean clean-all
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
@@ -56,6 +56,12 @@ format: $(READY)  ## mend what the linter and the formatter can mend
 bench: $(READY)  ## what the service costs: beside a bare client, memory beside SQLite, JSON beside binary leases
 	@$(PY) -m benchmarks.throughput
 	@$(PY) -m benchmarks.leases
+
+soak: $(READY)  ## the long proofs of durability: 300 kills, two runs of 1,000 prompts (KILLS=, PROMPTS=)
+	@$(PY) -m tests.durability.soak --kills $(or $(KILLS),300) --prompts $(or $(PROMPTS),1000)
+
+mutants: $(READY)  ## take each safeguard away in a copy and see its test fail
+	@$(PY) -m mutants.run
 
 lock: $(READY)  ## resolve both locks anew
 	@CUSTOM_COMPILE_COMMAND="make lock" .venv/bin/pip-compile -q --upgrade --extra dev --allow-unsafe --strip-extras --annotation-style line \

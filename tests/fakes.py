@@ -119,7 +119,7 @@ class Engines:
         return self.capacity
 
     def unhealthy(self) -> dict[str, str]:
-        return {} if self.capacity else {"http://engine": "connection refused"}
+        return {} if self.capacity else {"http://engine": "refused"}
 
 
 @dataclass

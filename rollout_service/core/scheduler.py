@@ -306,13 +306,21 @@ class Scheduler:
             self._changes.forgotten.add(name)
         return known is not None
 
-    def rewind(self, checkpoint: Checkpoint, ended: Sequence[Group], *, now: float) -> Bumped:
+    def rewind(
+        self,
+        checkpoint: Checkpoint,
+        ended: Sequence[Group],
+        *,
+        now: float,
+        unsent: Iterable[tuple[int, int]] = (),
+    ) -> Bumped:
         """Go back to `checkpoint`: as a reset to its version, and the groups that `ended` since are pending again.
 
         `ended`: every group whose end number is above the checkpoint's. Later checkpoints are removed.
         """
         if len(ended) != len({g.seq for g in ended}) or any((g.end_number or 0) <= checkpoint.ends for g in ended):
             raise ValueError("only groups that ended after the checkpoint are opened again, each once")
+        self._unopen(unsent, now)
         previous, in_flight = self.version, self.in_flight
         self.version = checkpoint.policy_version
         self._paced.clear()

@@ -54,17 +54,7 @@ class Intake:
         """Every row was submitted; the input is final."""
 
     async def start(self) -> None:
-        """Go on where the store says reading stopped; from the first row where the file is another one by now."""
-        writer, source = self._door.writer, self._source
-        run = writer.run
-        if run.prompts_fingerprint not in ("", source.fingerprint):
-            log.warning("prompts_changed", read_position=run.read_position, action="read again; known rows are skipped")
-            writer.read_to(0, source.fingerprint)
-        elif not run.prompts_fingerprint:
-            writer.read_to(0, source.fingerprint)
-        if writer.core.final and (source.total is None or writer.run.read_position < source.total):
-            writer.core.reopen_input()  # more epochs or rows than when it was declared final
-        self.done = writer.core.final
+        self.done = not self._align()
         self._task = asyncio.create_task(self._read(), name="intake")
 
     async def stop(self) -> None:
@@ -73,34 +63,56 @@ class Intake:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
+    def _align(self) -> bool:
+        """Bring the run in line with the file, as it is now and after every reload; whether rows are left to read.
+
+        Raises StoreUnavailable while the store is broken: what memory says then may never have been committed.
+        """
+        writer, source = self._door.writer, self._source
+        writer.require_open()
+        run = writer.run
+        if run.prompts_fingerprint != source.fingerprint:
+            if run.prompts_fingerprint:
+                log.warning("prompts_changed", read_position=run.read_position, action="read again, known rows skipped")
+            writer.read_to(0, source.fingerprint)
+        left = source.total is None or writer.run.read_position < source.total
+        if left and writer.core.final:
+            writer.core.reopen_input()  # more epochs or rows than when it was declared final
+        return left
+
     async def _read(self) -> None:
         writer = self._door.writer
-        while not self.done:
+        while True:
             writer.turned.clear()
             room = min(READ_AHEAD, self._door.max_pending_groups) - writer.core.pending
             if room * 2 < min(READ_AHEAD, self._door.max_pending_groups):
                 await writer.turned.wait()
                 continue
             try:
+                if not self._align():
+                    await self._finish()
+                    return
                 await self._read_some(room)
             except RolloutServiceError as error:
                 log.warning("prompts_wait", error=str(error))
                 await asyncio.sleep(RETRY_S)
 
+    async def _finish(self) -> None:
+        position = self._door.writer.run.read_position
+        await self._door.take([], final=True, read_from=position, read_position=position)
+        self.done = True
+
     async def _read_some(self, count: int) -> None:
         source = self._source
-        self._door.writer.require_open()  # else the position may be one that was never committed
         position = self._door.writer.run.read_position
         rows = await asyncio.to_thread(source.read, position, count)
         submissions = [Submission(prompt=row, digest=self._digest(row)) for row in rows]
         end = position + len(rows)
-        last = not rows or (source.total is not None and end >= source.total)
+        last = source.total is not None and end >= source.total
         try:
             await self._door.take(submissions, final=last, read_from=position, read_position=end)
         except Conflict:
             await self._one_by_one(submissions, position)
-            await self._door.take([], final=last, read_from=end, read_position=end)
-        self.done = last
 
     async def _one_by_one(self, submissions: Sequence[Submission], position: int) -> None:
         """One row's identity is known with other content: leave that row out, loudly, and take the others."""

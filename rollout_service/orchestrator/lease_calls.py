@@ -86,6 +86,10 @@ class LeaseCalls(Calls):
             if gone is not None and gone in done:
                 raise HungUp
             return LeaseStatus.EMPTY
+        except BaseException:
+            if waiter.callers == 1 and waiter.leased is not None:
+                await self.abandon(waiter.leased)  # it was granted in the moment its last caller went
+            raise
         finally:
             if gone is not None and gone is not hung_up:
                 gone.cancel()

@@ -112,7 +112,7 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
     async def resume(self) -> None:
         """Clear a pause and a halt."""
         self._writer.require_open()
-        self._writer.core.resume()
+        self._writer.resume()
         self._writer.turn()
         await self._writer.committer.committed()
 
@@ -121,7 +121,7 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         writer, core = self._writer, self._writer.core
         blocked = core.blocked()
         return StatusView(
-            policy_version=core.version,
+            policy_version=writer.version,
             max_staleness=self._rules.policy.group.max_staleness,
             counts=core.counts,
             slots_total=self._rules.policy.slots,

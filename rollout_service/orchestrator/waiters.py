@@ -33,6 +33,14 @@ class Waiter:
     def future(self) -> asyncio.Future[Outcome]:
         return self._future
 
+    @property
+    def leased(self) -> Lease | None:
+        """The lease that was told, if one was."""
+        if not self._future.done() or self._future.cancelled() or self._future.exception() is not None:
+            return None
+        outcome = self._future.result()
+        return outcome if isinstance(outcome, Lease) else None
+
     def tell(self, outcome: Outcome) -> None:
         if not self._future.done():
             self._future.set_result(outcome)

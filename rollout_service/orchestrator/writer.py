@@ -98,6 +98,8 @@ class Writer:
         self.survivors = Survivors()
         self._outcomes: dict[RolloutKey, Outcome] = {}
         """Settled since the last `collect`: they go into the batch together with what they did to their groups."""
+        self._scores: dict[tuple[int, int], GroupScore] = {}
+        """The same for scores."""
         self._opening: dict[tuple[int, int], int | None] = {}
         """(seq, attempt) of groups whose first dispatch has not left, and the version it was decided at."""
         self.version = 0
@@ -160,7 +162,7 @@ class Writer:
         self.core = Scheduler(self._rules.policy)
         self.run = snapshot.run
         self.core.load(snapshot, now=self._clock())
-        self.core.halt = self._halted
+        self.core.halt = self._halted or self.core.halt
         self.version = self.core.version
 
     # the turn
@@ -216,7 +218,8 @@ class Writer:
     def reopen(self, checkpoint: Checkpoint, ended: Mapping[int, tuple[Group, Prompt]]) -> Bumped:
         """Rewind the core to `checkpoint`; `ended`: every group that ended since, with its prompt."""
         self.seal_leases()
-        bumped = self.core.rewind(checkpoint, [group for group, _ in ended.values()], now=self._clock())
+        groups = [group for group, _ in ended.values()]
+        bumped = self.core.rewind(checkpoint, groups, now=self._clock(), unsent=self._opening)
         for seq, (_, prompt) in ended.items():
             self.prompts.add(seq, prompt)
         self.committer.batch.forget_payloads.difference_update(ended)  # they are needed again
@@ -241,7 +244,9 @@ class Writer:
         changes = self.core.take_changes()
         batch = self.committer.batch
         batch.rollouts.update(self._outcomes)
+        batch.scores.update(self._scores)
         self._outcomes.clear()
+        self._scores.clear()
         batch.groups.update(changes.groups)
         batch.leases.update(changes.leases)
         for name in changes.forgotten:
@@ -286,6 +291,14 @@ class Writer:
 
     def _show_version(self, version: int) -> None:
         self.version = version
+
+    def resume(self) -> None:
+        """Clear a pause and a halt; only the commit of it makes a reload forget the halt."""
+        self.core.resume()
+        self.collect()
+        self._after_commit(self._forget_halt)
+
+    def _forget_halt(self) -> None:
         if self.core.halt is None:
             self._halted = None
 
@@ -392,7 +405,7 @@ class Writer:
         if not self.core.scored(group.seq, group.attempt, drop, error, now=self._clock()):
             return
         if drop is None and score is not None:
-            self.committer.batch.scores[group.seq, group.attempt] = score
+            self._scores[group.seq, group.attempt] = score
             self.survivors.scored(group.seq, group.attempt, score.mean)
         self.touch()
 
@@ -487,6 +500,7 @@ class Writer:
             pause = min(2 * pause, RELOAD_MOST_S)
         self.survivors = Survivors()
         self._outcomes.clear()
+        self._scores.clear()
         self._opening.clear()
         self.committer.start()
         self.broken = None

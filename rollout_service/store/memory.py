@@ -229,18 +229,18 @@ class MemoryStore:
             scores = content.scores.pop(seq, {})
             if seq not in batch.forget_payloads and group.attempt in scores:
                 content.scores[seq] = {group.attempt: scores[group.attempt]}
-        if batch.forget_checkpoints:
-            self._forget_checkpoints(batch.forget_checkpoints)
+        for name in batch.forget_checkpoints:
+            content.checkpoints.pop(name, None)
         content.checkpoints.update(batch.checkpoints)
+        if batch.forget_checkpoints:
+            self._forget_kept_prompts()
         if not content.checkpoints:  # a group that ends now ends after every checkpoint, one of this batch included
             for seq in batch.forget_payloads:
                 content.prompts.pop(seq, None)
 
-    def _forget_checkpoints(self, names: Collection[str]) -> None:
-        """Prompts of groups that had ended by the oldest checkpoint that is left go with those removed."""
+    def _forget_kept_prompts(self) -> None:
+        """Prompts of groups that had ended by the oldest checkpoint there is are needed by none."""
         content = self._content
-        for name in names:
-            content.checkpoints.pop(name, None)
         oldest = min((checkpoint.ends for checkpoint in content.checkpoints.values()), default=None)
         held = {seq for lease in content.leases.values() if lease.state is LeaseState.LIVE for seq, _ in lease.groups}
         for seq, group in content.groups.items():

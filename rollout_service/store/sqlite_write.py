@@ -111,12 +111,13 @@ class BatchWriter:
     def _write_checkpoints(self, batch: Batch) -> None:
         if batch.forget_checkpoints:
             self._connection.executemany(sql.DELETE_CHECKPOINT, ((name,) for name in sorted(batch.forget_checkpoints)))
-            self._connection.execute(sql.DELETE_KEPT_PROMPTS)
         if batch.checkpoints:
             self._connection.executemany(
                 sql.INSERT_CHECKPOINT,
                 ((c.name, c.number, c.policy_version, c.ends, c.created_at) for c in batch.checkpoints.values()),
             )
+        if batch.forget_checkpoints:  # last: a new one may keep what an old one kept
+            self._connection.execute(sql.DELETE_KEPT_PROMPTS)
 
     def _guard(self, batch: Batch, new_leases: list[Lease]) -> None:
         """Design 3.1.5 and 4.1: what is held after this transaction is held by the live lease made with it."""

@@ -788,3 +788,107 @@ async def test_requests_held_by_a_pause_go_on_only_after_the_resume_is_committed
         store.free()
         await resuming
         await until(lambda: sorted(sent) == [0, 1])
+
+
+async def test_a_halt_survives_a_refused_resume_although_an_earlier_commit_ends_in_between():
+    store = SteppedMemory(4)
+    harness = Harness(store=store, runner=Runner(answer=lambda job: failed(job.index)))
+    async with harness as door:
+        await door.submit([submission("bad")])
+        await until(lambda: harness.observer.halts)
+        harness.runner.answer = lambda job: None
+        store.hold()
+        submitting = asyncio.create_task(door.submit([submission("next")]))
+        await store.held()
+        resuming = asyncio.create_task(door.resume())
+        await passes()
+        await store.step()
+        (await store.held()).set_exception(StoreUnavailable("disk full"))
+        with pytest.raises(StoreUnavailable):
+            await resuming
+        store.free()
+        await submitting
+        await until(lambda: door.status().store_ok)
+        assert door.status().halt is not None
+
+
+async def test_a_lease_call_cancelled_just_when_it_is_granted_gives_the_groups_back():
+    harness = Harness(store=MemoryStore(4))
+    async with harness as door:
+        asking = asyncio.create_task(door.lease(ASK))
+        await until(lambda: door.status().waiting_lease_calls)
+        harness.observer.group_delivered = lambda **_: asking.cancel()
+        await door.submit([submission("a")])
+        await until(lambda: len(harness.runner.held) == 4)
+        harness.runner.release()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await states(door) == {"a": S.READY}
+
+
+class File:
+    def __init__(self, fingerprint, *rows):
+        self.fingerprint, self.rows, self.total = fingerprint, rows, len(rows)
+
+    def read(self, position, count):
+        return [prompt(row, 2) for row in self.rows[position : position + count]]
+
+
+@pytest.mark.parametrize("fingerprint", ["changed", "longer"])
+async def test_a_file_that_grew_is_read_although_the_first_commit_after_the_restart_fails(fingerprint, monkeypatch):
+    monkeypatch.setattr(intake, "RETRY_S", 0.001)
+    first = File("longer", "a", "b")
+    second = File(fingerprint, "x", "a", "b", "y") if fingerprint == "changed" else File("longer", "a", "b", "x", "y")
+    store = MemoryStore(4)
+    async with Harness(store=store, source=first, digest=lambda p: p.prompt_id.encode()) as door:
+        await until(lambda: door.status().final)
+
+    class Hiccup(MemoryStore):
+        failed = False
+
+        async def commit(self, batch):
+            if not self.failed:
+                self.failed = True
+                raise StoreUnavailable("disk full")
+            await super().commit(batch)
+
+    again = Hiccup.reopened(store)
+    async with Harness(store=again, source=second, digest=lambda p: p.prompt_id.encode()) as door:
+        await until(lambda: door.status().read_position == len(second.rows) and door.status().final and again.failed)
+        assert set(await states(door)) == {"a", "b", "x", "y"}
+
+
+async def test_a_group_that_ends_when_one_checkpoint_takes_the_place_of_another_can_be_opened_again(reopen):
+    async with Harness(store=reopen(), runner=at_once()) as door:
+        await door.mark("one")
+        await ready(door, "a")
+        lease = (await door.lease(ASK)).lease
+        await asyncio.gather(door.forget("one"), door.mark("two"), door.ack(lease.lease_id, None))
+        assert (await door.rewind("two")).reopened_groups == 1
+
+
+async def test_a_halt_found_at_a_start_is_in_force():
+    store = MemoryStore(4)
+    async with Harness(store=store) as door:
+        await door.submit([submission("a", 2), submission("b", 2)])
+        await until(lambda: door.status().slots_used == 4)
+    found = MemoryStore.reopened(store)
+    await found.open()
+    await found.load()
+    await found.commit(Batch(rollouts={(1, 1, row): failed(row) for row in range(2)}))
+    await found.close()
+    harness = Harness(store=found)
+    async with harness as door:
+        await until(lambda: harness.observer.halts)
+        assert door.status().halt is not None
+
+
+async def test_the_status_shows_the_version_on_disk():
+    store = SteppedMemory(4)
+    async with Harness(store=store) as door:
+        store.hold()
+        posting = asyncio.create_task(door.post_version(8))
+        await store.held()
+        assert door.status().policy_version == door.version == 0
+        store.free()
+        await posting
