@@ -69,6 +69,7 @@ class Proxy:
         except (OSError, asyncio.CancelledError):
             pass  # the target is away, one side is gone, or the proxy ends: so does this connection
         finally:
+            writer.transport.abort()
             self._connections.discard(task)
             await _closed(writer)
 
@@ -82,6 +83,7 @@ class Proxy:
             # Either side's end is the end: a caller that has hung up must be seen as one.
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            to_target.transport.abort()  # before anything is waited for: a cancellation may come while we do
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
