@@ -415,7 +415,9 @@ class Core:
             if not _worth_repeating(request, error) or now >= deadline:
                 if tries > 1:
                     error.add_note(f"gave up after {tries} tries")
-                raise error
+                raise error from None  # its text says what the client below met
+            if tries == 1:
+                logger.warning("%s; trying again for %g s", error, self.retry_for_s)
             maybe_done = maybe_done or _maybe_done(error)
             backoff = min(backoff * 2, LONGEST_BACKOFF_S)
             yield Pause(min(wait, deadline - now))

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class GroupState(StrEnum):
-    """Where a group is in its life (design section 3)."""
+    """Where a group is in its life."""
 
     PENDING = "pending"
     """Waits for its next attempt; has no policy version."""

@@ -34,4 +34,4 @@ class Calls:
     async def _settled(self) -> None:
         """Reads show what is committed, and everything decided before them; a broken store can still be read."""
         if self._writer.broken is None and not self._writer.closing:
-            await self._writer.committer.committed()
+            await self._writer.settled()

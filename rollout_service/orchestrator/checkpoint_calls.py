@@ -44,7 +44,7 @@ class CheckpointCalls(Calls):
         except NameTaken as error:
             raise Conflict(f"{error}; DELETE it first or take another name", name=name) from error
         writer.turn()
-        await writer.committer.committed()
+        await writer.settled()
         return checkpoint
 
     def checkpoints(self) -> Sequence[Checkpoint]:
@@ -58,7 +58,7 @@ class CheckpointCalls(Calls):
         if not writer.core.forget(name):
             raise NotFound(f"there is no checkpoint {name!r}")
         writer.turn()
-        await writer.committer.committed()
+        await writer.settled()
 
     async def rewind(self, name: str) -> Rewound:
         """Return to a point: as a reset to its version, and what ended since is pending again. Raises NotFound."""
@@ -74,11 +74,11 @@ class CheckpointCalls(Calls):
                 if seen == writer.core.ends:  # nothing ended while we read
                     break
                 after, seen = max(seen, checkpoint.ends), writer.core.ends
-                await writer.committer.committed()
+                await writer.settled()
                 ended |= await self._ended(after)
             bumped = writer.reopen(checkpoint, ended)
             writer.turn()
-            await writer.committer.committed()
+            await writer.settled()
         return Rewound(checkpoint=checkpoint, bumped=bumped, reopened_groups=len(ended))
 
     async def _ended(self, after: int) -> dict[int, tuple[Group, Prompt]]:

@@ -42,5 +42,5 @@ class GroupCalls(Calls):
                 raise NotFound(f"there is no group {public_id!r}")
             raise Conflict(f"group {public_id} has ended as {known[seq].state}", state=known[seq].state)
         writer.turn()
-        await writer.committer.committed()
+        await writer.settled()
         return (await self._store.groups([seq]))[seq]

@@ -44,7 +44,7 @@ class LeaseCalls(Calls):
         if request.request_id is not None:
             found = self._same_request(request)
             if found is None:
-                await self._writer.committer.committed()
+                await self._writer.settled()
                 stored = await self._store.lease_by_request(request.request_id)
                 self._writer.require_open()
                 found = self._same_request(request)  # it may have come while we asked
@@ -149,7 +149,7 @@ class LeaseCalls(Calls):
                 state=error.group.state,
             ) from error
         self._writer.turn()
-        await self._writer.committer.committed()
+        await self._writer.settled()
         return [group_id(seq) for seq in members]
 
     async def _members(
@@ -160,7 +160,7 @@ class LeaseCalls(Calls):
         writer.require_open()
         lease = writer.core.leases.get(lease_id)
         if lease is None:
-            await writer.committer.committed()
+            await writer.settled()
             lease = await self._store.lease(lease_id)
             if lease is None:
                 raise NotFound(f"there is no lease {lease_id!r}")
@@ -175,7 +175,7 @@ class LeaseCalls(Calls):
         missing = [seq for seq in members if seq not in writer.core.groups]
         if not missing:
             return lease, members, {}
-        await writer.committer.committed()
+        await writer.settled()
         ended = await self._store.groups(missing)
         writer.require_open()
         return lease, members, {seq: group for seq, group in ended.items() if group.state.terminal}
@@ -193,7 +193,7 @@ class LeaseCalls(Calls):
         writer.core.expire(now=self._clock())
         released = writer.core.release(lease_id, members, now=self._clock())
         writer.turn()
-        await writer.committer.committed()
+        await writer.settled()
         return [group_id(seq) for seq in released]
 
     async def renew(self, lease_id: str, lease_s: int | None) -> Lease:
@@ -206,7 +206,7 @@ class LeaseCalls(Calls):
         writer.turn()
         if renewed is None:
             raise Conflict(f"lease {lease_id} is over and cannot be renewed", lease_id=lease_id)
-        await writer.committer.committed()
+        await writer.settled()
         return renewed
 
 

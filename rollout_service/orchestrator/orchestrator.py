@@ -11,6 +11,8 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+import structlog
+
 from rollout_service.core.changes import Bumped
 from rollout_service.core.model import Prompt
 from rollout_service.core.scheduler import VersionTooLow
@@ -24,6 +26,8 @@ from rollout_service.orchestrator.prompt_calls import PromptCalls
 from rollout_service.orchestrator.views import StatusView, Submission
 from rollout_service.orchestrator.writer import Rules, Writer
 from rollout_service.store.protocol import Store
+
+log = structlog.get_logger(__name__)
 
 
 class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
@@ -83,10 +87,19 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         try:
             bumped = writer.post_version(version, reset=reset)
         except VersionTooLow as error:
-            await writer.committer.committed()  # what it contradicts must be so for good
+            await writer.settled()  # what it contradicts must be so for good
             raise Conflict(f'{error}; a trainer that went back says "reset": true', version=error.current) from error
         writer.turn()
-        await writer.committer.committed()
+        await writer.settled()
+        if bumped.stale_groups:
+            log.warning(
+                "groups_went_stale",
+                groups=bumped.stale_groups,
+                aborted_rollouts=bumped.aborted_rollouts,
+                version=version,
+                detail="more is generated than the trainer takes within max_staleness versions: "
+                'dispatch.admission = "pace" with groups_per_step generates less ahead',
+            )
         return bumped
 
     # prompts
@@ -107,14 +120,14 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         self._writer.require_open()
         self._writer.core.pause()
         self._writer.turn()
-        await self._writer.committer.committed()
+        await self._writer.settled()
 
     async def resume(self) -> None:
         """Clear a pause and a halt."""
         self._writer.require_open()
         self._writer.resume()
         self._writer.turn()
-        await self._writer.committer.committed()
+        await self._writer.settled()
 
     def status(self) -> StatusView:
         """One consistent look, from counters only."""

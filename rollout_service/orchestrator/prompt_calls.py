@@ -53,7 +53,7 @@ class PromptCalls(Calls):
             if read_position is not None:
                 writer.read_to(read_position)
             writer.turn()
-            await writer.committer.committed()
+            await writer.settled()
         return [(group_id(seq), s.prompt.prompt_id) for seq, s in zip(seqs, submissions, strict=True)]
 
     async def _known(self, keys: Collection[tuple[str, int]]) -> Mapping[tuple[str, int], tuple[int, bytes]]:

@@ -68,9 +68,9 @@ class Serving:
         """What to tell callers for whom nothing will come."""
         halt = self._writer.core.halt
         if halt is not None:
+            at = f" at {halt.engine}" if halt.engine is not None else ""
             return Halted(
-                f"halted: {halt.reason}; last: {halt.group_id} at {halt.engine or 'no engine'}: {halt.error}. "
-                "POST /resume goes on.",
+                f"halted: {halt.reason}; last: {halt.group_id}{at}: {halt.error}. Mend the cause, then POST /resume.",
                 reason=halt.reason,
                 group_id=halt.group_id,
                 engine=halt.engine,

@@ -86,6 +86,7 @@ class Writer:
         self.closing = False
         self.turned = asyncio.Event()
         """Set after every turn, for the prompts file to look whether there is room."""
+        self._said_exhausted = False
         self._gate = PauseGate()
         self.work = Work(
             runner,
@@ -179,6 +180,10 @@ class Writer:
         capacity = self._engines.healthy_capacity()
         core.dispatch(now=now, capacity=capacity)
         self._watch_engines(capacity, now)
+        if core.exhausted is not self._said_exhausted:
+            self._said_exhausted = core.exhausted
+            if core.exhausted:
+                log.info("exhausted", **{str(state): n for state, n in core.counts.groups.items() if n})
         if core.stopped:
             self._gate.set(False)
         elif not self._gate.is_open:
@@ -197,6 +202,12 @@ class Writer:
         if not self._turn_planned:
             self._turn_planned = True
             asyncio.get_running_loop().call_soon(self.turn)
+
+    async def settled(self) -> None:
+        """Return once everything that has happened so far is durable. Raises StoreUnavailable."""
+        if self._turn_planned:
+            self.turn()
+        await self.committer.committed()
 
     def submit(self, new: Mapping[int, NewGroup]) -> None:
         """Take new groups, numbered from the core's `last_seq` + 1 on."""
