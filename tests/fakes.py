@@ -213,6 +213,12 @@ class Harness:
         await self.door.stop()
 
 
+async def passes(count: int = 50) -> None:
+    """Let everything run that can: what has not happened by then waits for something."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 async def until(condition: Callable[[], Any], what: str = "condition", within_s: float = 5.0) -> Any:
     """The first true value of `condition()`, looked at every pass of the loop."""
     deadline = asyncio.get_running_loop().time() + within_s

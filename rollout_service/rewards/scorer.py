@@ -32,7 +32,7 @@ def webhook_client() -> httpx.AsyncClient:
     """A client for webhooks. Each reward has its own deadline, and a redirect would send texts somewhere else."""
     # Idle connections are let go well before the 5 s after which common servers close them under a request.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
-    return httpx.AsyncClient(timeout=None, follow_redirects=False, limits=limits, trust_env=False)  # noqa: S113
+    return httpx.AsyncClient(timeout=None, follow_redirects=False, limits=limits, trust_env=False)  # noqa: S113 - `Webhook` bounds each call
 
 
 class RewardScorer:

@@ -157,13 +157,13 @@ async def test_kill_after_kill_while_a_trainer_works_loses_nothing_and_repeats_n
 
 
 async def _finished(svc: object, group_id: str, count: int) -> bool:
-    return len((await svc.group(group_id))["rows"]["finished"]) == count  # type: ignore[attr-defined]
+    return len((await svc.group(group_id))["rows"]["finished"]) == count  # type: ignore[attr-defined]  # typed as object
 
 
 async def _in_state(svc: object, state: str, count: int) -> bool:
-    return bool((await svc.counts())[state] == count)  # type: ignore[attr-defined]
+    return bool((await svc.counts())[state] == count)  # type: ignore[attr-defined]  # typed as object
 
 
 async def _on_disk(svc: object, state: str, count: int) -> bool:
     """The list shows what is committed; the counts of /status run ahead of the disk by a few milliseconds."""
-    return len((await svc.http.get(f"/groups?state={state}")).json()["groups"]) == count  # type: ignore[attr-defined]
+    return len((await svc.http.get(f"/groups?state={state}")).json()["groups"]) == count  # type: ignore[attr-defined]  # typed as object

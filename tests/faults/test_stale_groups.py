@@ -191,7 +191,7 @@ async def test_requeue_ends_stale_after_max_group_attempts_and_counts_each(
     live = await service(groups={"max_staleness": 0, "on_stale": "requeue", "max_group_attempts": 3})
     (a,) = await live.submit(prompt("A"))
     for version in (1, 2, 3):
-        await until(lambda: len(engine.find()) == 4 * version and len(engine.in_flight()) == 4)  # noqa: B023
+        await until(lambda: len(engine.find()) == 4 * version and len(engine.in_flight()) == 4)  # noqa: B023 - awaited in this very turn
         await live.bump(version)
     assert await live.state(a) == "stale"
     assert await live.metric(STALE) == 3
@@ -245,7 +245,7 @@ async def test_an_engine_that_ignores_aborts_and_answers_late_settles_nothing(
 async def test_without_abort_routes_closing_the_connection_frees_the_engine_and_that_is_said_once(
     service: MakeService, make_engine: object
 ) -> None:
-    plain = await make_engine(dev_mode=False)  # type: ignore[operator]
+    plain = await make_engine(dev_mode=False)  # type: ignore[operator]  # typed as object
     plain.on(None, Act(hold=True))
     live = await service([plain.url], groups={"max_staleness": 0})
     for version in (1, 2):
@@ -426,4 +426,4 @@ async def test_all_work_going_stale_is_told_and_delivery_begins_when_the_bumps_p
 
 
 async def _finished(live: object, group_id: str, count: int) -> bool:
-    return len((await live.group(group_id))["rows"]["finished"]) == count  # type: ignore[attr-defined]
+    return len((await live.group(group_id))["rows"]["finished"]) == count  # type: ignore[attr-defined]  # typed as object

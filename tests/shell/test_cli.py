@@ -71,7 +71,7 @@ def test_an_unknown_key_a_missing_file_and_a_wrong_option_are_one_line_and_exit_
     assert config in line
     assert "nowhere.toml" in refused(run("serve", "--config", "nowhere.toml", cwd=tmp_path))
     assert "--log-level" in refused(run("serve", "--config", config, "--log-level", "loud", cwd=tmp_path))
-    assert "--host" in refused(run("serve", "--config", write(tmp_path), "--host", "0.0.0.0", cwd=tmp_path))  # noqa: S104
+    assert "--host" in refused(run("serve", "--config", write(tmp_path), "--host", "0.0.0.0", cwd=tmp_path))  # noqa: S104 - refused
 
 
 def test_a_missing_reward_module_is_one_line_and_exit_2_in_serve_and_check(tmp_path: Path):

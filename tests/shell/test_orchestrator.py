@@ -16,7 +16,7 @@ from rollout_service.core.scheduler import Policy
 from rollout_service.errors import Conflict, Halted, InvalidField, NotFound, QueueFull, ShuttingDown, StoreUnavailable
 from rollout_service.orchestrator import HungUp, LeaseRequest, LeaseStatus, Orchestrator
 from rollout_service.store import MemoryStore, SqliteStore
-from tests.fakes import Harness, Runner, failed, finished, prompt, submission, until
+from tests.fakes import Harness, Runner, failed, finished, passes, prompt, submission, until
 
 S = GroupState
 ASK = LeaseRequest(max_groups=8, wait_s=5)
@@ -77,7 +77,7 @@ async def test_nothing_is_dispatched_before_its_opening_is_committed():
     harness = Harness(store=store)
     async with harness as door:
         submitting = asyncio.create_task(door.submit([submission("a")]))
-        await asyncio.sleep(0.01)
+        await passes()
         assert not submitting.done()
         assert harness.runner.jobs == []
         store.go.release()
@@ -85,7 +85,7 @@ async def test_nothing_is_dispatched_before_its_opening_is_committed():
         while not harness.runner.jobs:
             assert all(group.state is not S.GENERATING for b in store.committed for group in b.groups.values())
             store.go.release()
-            await asyncio.sleep(0.01)
+            await passes()
         assert any(group.state is S.GENERATING for b in store.committed for group in b.groups.values())
         for _ in range(50):
             store.go.release()
@@ -465,7 +465,7 @@ async def test_a_pause_stops_dispatch_and_survives_a_restart():
         assert door.status().paused
     second = Harness(store=MemoryStore.reopened(store))
     async with second as door:
-        await asyncio.sleep(0.01)
+        await passes()
         assert (door.status().paused, second.runner.jobs) == (True, [])
         await door.resume()
         await until(lambda: len(second.runner.held) == 4)
@@ -479,7 +479,7 @@ async def test_with_no_engine_groups_wait_and_then_one_of_them_fails_loudly():
         assert door.status().counts.groups[S.PENDING] == 2
         harness.clock.now += 9
         door.engines_changed()
-        await asyncio.sleep(0.01)
+        await passes()
         assert door.status().halt is None
         harness.clock.now += 1
         door.engines_changed()
