@@ -22,7 +22,7 @@ from rollout_service.core.scheduler import Admission, Policy
 from rollout_service.core.scoring import ScoringRules, ZeroVariance
 from rollout_service.engines import EngineSpec, Fleet, FleetSettings
 from rollout_service.metrics import Metrics
-from rollout_service.orchestrator import Orchestrator, Rules
+from rollout_service.orchestrator import Orchestrator, PolicyUpdates, Rules
 from rollout_service.prompts import PromptFile, content_digest
 from rollout_service.rewards import RewardScorer, RewardSpec
 from rollout_service.rollouts import SamplingDefaults, SingleTurn, SingleTurnSettings
@@ -46,7 +46,11 @@ class Parts:
         self.source = open_prompts(settings)
         self.scorer = make_scorer(settings, config_dir, self.metrics)
         self.fleet = Fleet(
-            _engine_specs(settings), _fleet_settings(settings), events=self.metrics, on_change=self._engines_changed
+            _engine_specs(settings),
+            _fleet_settings(settings),
+            events=self.metrics,
+            on_change=self._engines_changed,
+            version=lambda: self.orchestrator.version,
         )
         self.orchestrator = Orchestrator(
             rules(settings),
@@ -58,6 +62,7 @@ class Parts:
             source=self.source,
             digest=content_digest if self.source is not None else None,
         )
+        self.updates = PolicyUpdates(self.orchestrator, self.fleet, allowed_paths=settings.weights.allowed_paths)
         self.metrics.watch(self.orchestrator.status, self.fleet)
         self._lag: asyncio.Task[None] | None = None
         self._started = self._opened = self._orchestrating = False
@@ -89,6 +94,7 @@ class Parts:
         self._orchestrating = False
         if self._opened:
             self._opened = False
+            await _within(STOP_PART_S, "weight updates", self.updates.stop())
             await _within(STOP_ORCHESTRATOR_S, "orchestrator", self.orchestrator.stop())
 
     async def stop(self) -> None:
@@ -118,7 +124,13 @@ def create_app(settings: Settings, parts: Parts) -> FastAPI:
         finally:
             await parts.stop()
 
-    context = Context(settings=settings, orchestrator=parts.orchestrator, fleet=parts.fleet, metrics=parts.metrics)
+    context = Context(
+        settings=settings,
+        orchestrator=parts.orchestrator,
+        updates=parts.updates,
+        fleet=parts.fleet,
+        metrics=parts.metrics,
+    )
     return build_api(context, lifespan)
 
 
@@ -201,6 +213,8 @@ def _fleet_settings(settings: Settings) -> FleetSettings:
         probe_interval_s=dispatch.probe_interval_s,
         temperature=sampling.temperature,
         allow_raw_logprobs=sampling.allow_raw_logprobs,
+        weights_timeout_s=settings.weights.timeout_s,
+        adapters_kept=settings.groups.max_staleness + 2,
     )
 
 

@@ -5,9 +5,11 @@
     ├── BadRequest             400  the body is not what HTTP or JSON allow
     │   ├── InvalidField       422  well-formed, but a field has no legal value
     │   └── BodyTooLarge       413
+    ├── PathNotAllowed         403  a path outside weights.allowed_paths
     ├── NotFound               404  no such group, lease, engine
     ├── Conflict               409  the call contradicts what is already so; nothing was done
     ├── QueueFull              429  a bounded queue is full; `retry_after_s`
+    ├── EnginesBehind          502  engines did not load new weights; `engines` names them, no version was posted
     └── Unavailable            503
         ├── Halted             503  too many groups went wrong in a row; carries the group, the engine, its message
         ├── StoreUnavailable   503  the store cannot commit
@@ -66,6 +68,14 @@ class BodyTooLarge(BadRequest):
     status = 413
 
 
+class PathNotAllowed(RolloutServiceError):
+    """The configuration does not let engines load from there."""
+
+    type = "path-not-allowed"
+    title = "Path not allowed"
+    status = 403
+
+
 class NotFound(RolloutServiceError):
     """There is no such thing."""
 
@@ -92,6 +102,14 @@ class QueueFull(RolloutServiceError):
     def __init__(self, detail: str, *, retry_after_s: int = 1, **facts: Any) -> None:
         super().__init__(detail, **facts)
         self.retry_after_s = retry_after_s
+
+
+class EnginesBehind(RolloutServiceError):
+    """Engines did not follow an update of the weights; they get no work, and the version stays as it was."""
+
+    type = "engines-behind"
+    title = "Engines behind"
+    status = 502
 
 
 class Unavailable(RolloutServiceError):

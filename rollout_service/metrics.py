@@ -30,6 +30,7 @@ this process and start at 0 with it, except `rollout_submitted_groups_total`, wh
 | rollout_paused, rollout_halted, rollout_store_up | 1 or 0 |
 | rollout_oldest_outstanding_age_seconds | age of the oldest group that has not ended |
 | rollout_engine_up{engine}, rollout_engine_load{engine}, rollout_engine_slots{engine} | health, requests, bound |
+| rollout_engine_behind{engine} | 1 while an engine reports older weights than the policy version, or missed an update |
 | rollout_build_info{version,python} | always 1 |
 
 | histogram | why its buckets |
@@ -290,6 +291,8 @@ class _Gauges(Collector):
         yield _labelled("rollout_engine_up", "1 while healthy", "engine", up)
         load = {engine["id"]: engine["in_flight"] for engine in engines}
         yield _labelled("rollout_engine_load", "Requests at an engine now", "engine", load)
+        behind = {engine["id"]: engine.get("behind", False) for engine in engines}
+        yield _labelled("rollout_engine_behind", "1 while it lacks the run's weights", "engine", behind)
         bound = {engine["id"]: engine["max_inflight"] for engine in engines}
         yield _labelled("rollout_engine_slots", "Most requests at once to an engine", "engine", bound)
 

@@ -16,6 +16,10 @@ from typing import Any
 from aiohttp import web
 
 MODEL = "tiny"
+WEIGHT_ROUTES = {
+    "/weight_info", "/pause", "/resume", "/collective_rpc", "/update_weight_version",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+}  # fmt: skip
 GENERATE = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
 
 
@@ -70,6 +74,13 @@ class ScriptedEngine:
         self.server_info: Any = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
         self.detokenize: Callable[[list[int]], web.Response] = lambda ids: web.json_response({"prompt": _text(ids)})
         self.abort_status = 200
+        self.weight_version: str | None = None
+        """What /weight_info reports; None: there are no weight routes."""
+        self.control: list[tuple[str, Any]] = []
+        """Weight and pause calls in order: (path, body)."""
+        self.on_control: Callable[[str, Any], web.Response | Awaitable[web.Response] | None] = lambda path, body: None
+        """Answers a weight or pause call in another way."""
+        self.paused = False
         self.asked: list[Asked] = []
         self.aborts: list[list[str]] = []
         self.paths: Counter[str] = Counter()
@@ -180,6 +191,8 @@ class ScriptedEngine:
             return web.json_response(self.models, status=self.models_status)
         if path == "/server_info" and self.dev_mode:
             return web.json_response(self.server_info)
+        if self.weight_version is not None and path in WEIGHT_ROUTES:
+            return await self._weights(request)
         if path == "/detokenize":
             return self.detokenize((await request.json())["tokens"])
         if (path == "/abort_requests" and self.dev_mode) or (path == "/inference/v1/abort_requests" and self.scale_out):
@@ -190,6 +203,24 @@ class ScriptedEngine:
                 self.violations.append("an empty abort list aborts everything")
             return web.json_response({"aborted": len(ids)}, status=self.abort_status)
         return web.json_response({"detail": "Not Found"}, status=404)
+
+    async def _weights(self, request: web.Request) -> web.StreamResponse:
+        path = request.path_qs
+        if path == "/weight_info":
+            return web.json_response({"weight_version": self.weight_version})
+        body = await request.json() if request.can_read_body else None
+        self.control.append((path, body))
+        await self._tell()
+        other = self.on_control(path, body)
+        if other is not None:
+            return other if isinstance(other, web.Response) else await other
+        if path.startswith("/pause"):
+            self.paused = True
+        elif path == "/resume":
+            self.paused = False
+        elif path == "/update_weight_version":
+            self.weight_version = body["new_version"]
+        return web.json_response({"results": [None]})
 
 
 def hold() -> tuple[Script, asyncio.Future[Reply]]:

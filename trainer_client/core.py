@@ -52,6 +52,8 @@ logger = logging.getLogger("trainer_client")
 
 T = TypeVar("T")
 
+LOAD_TIMEOUT_S = 600.0
+"""The service's own default for one engine; they load side by side."""
 FIRST_BACKOFF_S = 0.1
 """Short, so that a dropped connection costs a step next to nothing."""
 LONGEST_BACKOFF_S = 2.0
@@ -117,14 +119,32 @@ class Core:
 
     # policy version
 
-    def post_version(self, version: int, reset: bool = False) -> Flow[BumpResult]:
-        """Tell the service that every engine has the weights of `version`.
+    def post_version(
+        self,
+        version: int,
+        reset: bool = False,
+        *,
+        weights: str | None = None,
+        lora: tuple[str, str] | None = None,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> Flow[BumpResult]:
+        """Tell the service that every engine has the weights of `version`, or have them loaded first.
 
         Equal to the current version: no effect. Lower: `Conflict`, unless `reset`, which voids every lease and has
         every opened group generated again.
+
+        `weights`: folder every engine is to load before; `lora`: (name, folder) of an adapter. Folders are as the
+        engines see them, within the service's `weights.allowed_paths` (else `Denied`). `EnginesBehind`: not every
+        engine followed, and the version was not posted; the same call again goes on with those that did.
+        `load_timeout_s`: longest wait for the engines.
         """
-        body = _json({"version": version, "reset": reset})
-        answer = yield from self._call("POST", "/policy_version", body)
+        body: dict[str, Any] = {"version": version, "reset": reset}
+        if weights is not None:
+            body["weights"] = {"path": weights}
+        if lora is not None:
+            body["lora"] = {"name": lora[0], "path": lora[1]}
+        timeout_s = self.timeout_s + (load_timeout_s if weights is not None or lora is not None else 0.0)
+        answer = yield from self._call("POST", "/policy_version", _json(body), timeout_s=timeout_s)
         result = _decode(answer, BumpResult)
         self.posted_version = result.version
         if result.version < result.previous:

@@ -5,10 +5,11 @@
     ├── UnexpectedAnswer       an answer that is not the service's: another server on that address, another interface
     └── Problem                the service said no (RFC 9457)
         ├── InvalidRequest     400, 413, 422 …  the call itself is wrong; trying again cannot help
-        ├── Denied             401, 403
+        ├── Denied             401, 403: the key, or a path the service may not load from
         ├── NotFound           404  no such group, lease, checkpoint
         ├── Conflict           409  the call contradicts what is already so; nothing of it was done
         ├── QueueFull          429  a bounded queue stayed full for `retry_for_s`; `retry_after_s`
+        ├── EnginesBehind      502  engines did not load the weights; the version was not posted; `engines`
         └── Unavailable        502, 503, 504
             ├── Halted             the service stopped dispatching; `group_id`, `engine` and `error` say over what
             ├── StoreUnavailable   the store cannot commit; nothing was acknowledged
@@ -64,7 +65,7 @@ class InvalidRequest(Problem):
 
 
 class Denied(Problem):
-    """The key is missing, wrong, or lacks the role (401, 403)."""
+    """The key is missing, wrong, or lacks the role; or the service may not load from that path (401, 403)."""
 
 
 class NotFound(Problem):
@@ -80,6 +81,19 @@ class QueueFull(Problem):
 
     retry_after_s: float | None = None
     """What the service asked for, in seconds; None where it did not say."""
+
+
+class EnginesBehind(Problem):
+    """Not every engine loaded the weights; the version was not posted (502).
+
+    Those that did not get no more work, so the same call again goes on without them.
+    """
+
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        """`id`, `url` and `error` of each."""
+        found = self.facts.get("engines")
+        return [engine for engine in found if isinstance(engine, dict)] if isinstance(found, list) else []
 
 
 class Unavailable(Problem):
@@ -118,6 +132,7 @@ def _text(value: object) -> str | None:
 
 
 _BY_TYPE: dict[str, type[Problem]] = {
+    "engines-behind": EnginesBehind,
     "halted": Halted,
     "store-unavailable": StoreUnavailable,
     "shutting-down": ShuttingDown,

@@ -128,6 +128,8 @@ class BumpResult(msgspec.Struct, kw_only=True):
     previous: int
     stale_groups: int = 0
     aborted_rollouts: int = 0
+    behind_engines: list[str] = []
+    """After loading weights: ids of engines that were out before the call and lack them."""
 
 
 class Slots(msgspec.Struct, kw_only=True):

@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -50,13 +51,27 @@ def command(python: Path, model: Path, port: int, max_model_len: int = 4096) -> 
 class VllmServer(Process):
     """A vLLM server that is healthy and warm once `ready()` has returned."""
 
-    def __init__(self, python: Path, model: Path, log: Path, *, max_model_len: int = 4096) -> None:
+    def __init__(
+        self,
+        python: Path,
+        model: Path,
+        log: Path,
+        *,
+        max_model_len: int = 4096,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """`flags` and `env` add to the command line and the environment."""
         self.model = model
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         # Out of the repository: a module of the same name in the working directory would shadow one of the engine's.
         super().__init__(
-            "vLLM", command(python, model, port, max_model_len), log, env=ENVIRONMENT, cwd=Path(tempfile.gettempdir())
+            "vLLM",
+            [*command(python, model, port, max_model_len), *flags],
+            log,
+            env={**ENVIRONMENT, **(env or {})},
+            cwd=Path(tempfile.gettempdir()),
         )
 
     def ready(self) -> None:

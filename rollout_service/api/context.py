@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 
 from rollout_service.core.changes import Bumped
 from rollout_service.core.group import Checkpoint, Group, Lease
-from rollout_service.core.model import GroupState
+from rollout_service.core.model import GroupState, WeightUpdate
 from rollout_service.metrics import Metrics
 from rollout_service.orchestrator import Rewound
 from rollout_service.orchestrator.views import GroupView, LeaseAnswer, LeaseRequest, StatusView, Submission
@@ -63,6 +63,12 @@ class Orchestrator(Protocol):
     def status(self) -> StatusView: ...
 
 
+class Updates(Protocol):
+    """Posts versions whose weights the engines have yet to load."""
+
+    async def post(self, update: WeightUpdate, *, reset: bool = False) -> tuple[Bumped, list[str]]: ...
+
+
 class Fleet(Protocol):
     """The engines."""
 
@@ -77,6 +83,7 @@ class Context:
 
     settings: Settings
     orchestrator: Orchestrator
+    updates: Updates
     fleet: Fleet
     metrics: Metrics
 

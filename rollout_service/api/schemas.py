@@ -5,9 +5,9 @@ Answers with tokens in them are written by wire.py; their models here are what O
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from rollout_service.core.model import GroupState
 from rollout_service.prompts.rows import MAX_EPOCH, MAX_ID_CHARACTERS
@@ -23,6 +23,7 @@ PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
 PolicyVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 LeaseSeconds = Annotated[int, Field(ge=1, le=86_400)]
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
+Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=PRINTABLE)]
 GroupId = Annotated[str, Field(min_length=1, max_length=32, examples=["g-42"])]
 
 
@@ -32,11 +33,32 @@ class Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class WeightsBody(Request):
+    """Weights of the model, for every engine."""
+
+    path: Path = Field(description="Folder, as the engines see it; within weights.allowed_paths.")
+
+
+class LoraBody(Request):
+    """A LoRA adapter, for every engine."""
+
+    name: Name = Field(examples=["trl-policy-v8"])
+    path: Path = Field(description="Folder, as the engines see it; within weights.allowed_paths.")
+
+
 class VersionBody(Request):
     """`POST /policy_version`."""
 
     version: PolicyVersion = Field(description="Number of weight updates every engine has by now.")
     reset: bool = Field(default=False, description="Allow a lower version: a trainer went back.")
+    weights: WeightsBody | None = Field(default=None, description="Have every engine load these first.")
+    lora: LoraBody | None = Field(default=None, description="Have every engine load this adapter first.")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.weights is not None and self.lora is not None:
+            raise ValueError("weights and lora exclude each other: merge the adapter, or serve it")
+        return self
 
 
 class PromptRow(Request):
@@ -130,6 +152,9 @@ class BumpAnswer(Answer):
     previous: int
     stale_groups: int = Field(description="Groups that lost work to this version.")
     aborted_rollouts: int = Field(description="Rollouts in flight that were stopped.")
+    behind_engines: list[str] = Field(
+        default=[], description="After loading weights: ids of engines that were out before the call and lack them."
+    )
 
 
 class SubmittedGroup(Answer):

@@ -199,6 +199,18 @@ class RolloutJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUpdate:
+    """New weights that every engine is to load."""
+
+    version: int
+    """The policy version they are."""
+    path: str
+    """Folder of the weights or of the adapter, as the engines see it."""
+    lora_name: str | None = None
+    """The adapter's name; None: these are the weights of the model itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreJob:
     """What is needed to score the survivors of a group, row i of everything being survivor i."""
 

@@ -18,13 +18,14 @@ from typing import Any
 
 import structlog
 
-from rollout_service.core.model import FailureReason
+from rollout_service.core.model import FailureReason, WeightUpdate
 from rollout_service.engines.faults import EngineFault, GenerationFailed
 from rollout_service.engines.health import Member
 from rollout_service.engines.requests import GenerateRequest, RequestIds
 from rollout_service.engines.retry import Answer, Deadline, Gate, Generation, RetryPolicy
-from rollout_service.engines.settings import EngineEvents, FleetSettings, NoEvents
+from rollout_service.engines.settings import POLICY_VERSION, EngineEvents, FleetSettings, NoEvents
 from rollout_service.engines.texts import PromptTexts
+from rollout_service.engines.updates import WeightUpdates
 from rollout_service.engines.vllm import EngineClients, EngineSpec, VllmEngine
 from rollout_service.errors import ConfigError
 
@@ -57,12 +58,16 @@ class Fleet:
         *,
         events: EngineEvents | None = None,
         on_change: Callable[[], None] = lambda: None,
+        version: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`version` gives the current policy version."""
         self._specs = tuple(specs)
         self._settings = settings
         self._events: EngineEvents = events or NoEvents()
         self._on_change = on_change
+        self._version = version
+        self._updates = WeightUpdates(lambda: self._members, adapters_kept=settings.adapters_kept)
         self._clock = clock
         self._policy = RetryPolicy(max_attempts=settings.max_attempts)
         self._ids = RequestIds()
@@ -98,11 +103,24 @@ class Fleet:
 
     def _member(self, number: int, spec: EngineSpec, clients: EngineClients) -> Member:
         try:
-            engine = VllmEngine(spec, id=f"e{number}", clients=clients, events=self._events, clock=self._clock)
+            engine = VllmEngine(
+                spec,
+                id=f"e{number}",
+                clients=clients,
+                events=self._events,
+                clock=self._clock,
+                model_name=self._model_name,
+            )
         except ValueError:
             # Without the URL: what cannot be parsed cannot be freed of credentials either.
             raise ConfigError(f"engines[{number}].url is no URL") from None
-        return Member(engine, spec, self._settings, changed=self._changed)
+        return Member(engine, spec, self._settings, changed=self._changed, version=self._version)
+
+    def _model_name(self, served: str) -> str:
+        if not self._settings.model_per_version:
+            return served
+        # Of this moment, not of the group's dispatch: a retry must not name an adapter that is gone by then.
+        return self._settings.model.replace(POLICY_VERSION, str(self._version()))
 
     async def stop(self) -> None:
         """Abort what is out, and close every connection. Bounded in time."""
@@ -131,6 +149,16 @@ class Fleet:
     def describe(self) -> list[dict[str, Any]]:
         """One dict an engine, for `GET /engines`; no URL in it shows credentials."""
         return [member.describe() for member in self._members]
+
+    # -- weights
+
+    async def update_weights(self, update: WeightUpdate, *, again: bool = False) -> list[str]:
+        """Have every engine load `update`; the ids of engines that were out before and stay behind.
+
+        `again`: leave out who reports its version already. Raises EnginesBehind where an engine of the fleet did not
+        follow (it is out from then on), Unavailable where no engine answers.
+        """
+        return await self._updates.apply(update, again=again)
 
     # -- work
 

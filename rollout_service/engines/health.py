@@ -2,26 +2,33 @@
 
 What always holds: an engine gets work only after it was learnt (model, context, logprobs) and while its last probe
 succeeded; a failed probe takes it out at once, `STRIKES` transport errors or 5xx in a row do so too, and only a probe
-that succeeds brings it back. An engine that is wrong for the run (another model) stays out, with `error` saying why.
+that succeeds brings it back. An engine that is wrong for the run (another model), or behind it (older weights), stays
+out, with `error` saying why. While an engine loads weights it gets no new work.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
+from rollout_service.core.model import WeightUpdate
 from rollout_service.engines.faults import EngineFault
 from rollout_service.engines.settings import FleetSettings
 from rollout_service.engines.vllm import EngineInfo, EngineSpec, VllmEngine
+from rollout_service.engines.weights import WeightStanding, load, weight_version
 from rollout_service.errors import ConfigError
 
 STRIKES = 3
 """Transport errors or 5xx in a row that take an engine out (design 3.2.5)."""
 RECHECK_S = 0.5
 """The first probe after request errors took an engine out: its `/health` may well be fine."""
+
+CATCH_UP_REST_S = 30.0
+"""Between two tries to give an engine that came back the run's weights: a load that fails may kill it."""
 
 log = structlog.get_logger(__name__)
 
@@ -30,8 +37,15 @@ class Member:
     """An engine, its load and its health. `changed` is called whenever `healthy` or what was learnt changes."""
 
     def __init__(
-        self, engine: VllmEngine, spec: EngineSpec, settings: FleetSettings, *, changed: Callable[[], None]
+        self,
+        engine: VllmEngine,
+        spec: EngineSpec,
+        settings: FleetSettings,
+        *,
+        changed: Callable[[], None],
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`version` gives the current policy version."""
         self.engine = engine
         self.max_inflight = spec.max_inflight
         self.in_flight = 0
@@ -40,18 +54,31 @@ class Member:
         """Taken out by request errors and without a success since: gets one request at a time while others can."""
         self.detokenizes = True
         self.error: str | None = "not contacted yet"
+        self.weights = WeightStanding()
+        self.current: WeightUpdate | None = None
+        """The last weights that were loaded into the fleet: what it is given when it comes back without them."""
         self._settings = settings
         self._changed = changed
+        self._version = version
+        self._loading = 0
+        self._one_load = asyncio.Lock()
+        self._catch_up_from = -math.inf
         self._strikes = 0
         self._failed_probe = True
         self._nudge = asyncio.Event()
         self._verifying: asyncio.Task[bool] | None = None
         self._warned_unreadable = False
+        self._warned_unversioned = False
 
     @property
     def free(self) -> bool:
         """Whether it may be given one more request."""
-        return self.healthy and self.in_flight < self.max_inflight
+        return self.healthy and not self._loading and self.in_flight < self.max_inflight
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it answers, even if it gets no work because it is behind."""
+        return self.healthy or (self.weights.why_behind is not None and not self._failed_probe)
 
     def holds(self, tokens: int) -> bool:
         """Whether a sequence of `tokens` fits its context, as far as is known."""
@@ -70,6 +97,8 @@ class Member:
             "max_model_len": info.max_model_len if info else None,
             "logprobs_mode": info.logprobs_mode if info else None,
             "abort": info.abort.value if info else None,
+            "weight_version": self.weights.reported,
+            "behind": self.weights.why_behind is not None,
             "error": self.error,
         }
 
@@ -94,6 +123,67 @@ class Member:
         if self._verifying is None or self._verifying.done():
             self._verifying = asyncio.get_running_loop().create_task(self._probe(), name="engine-verify")
         return await asyncio.shield(self._verifying)
+
+    # -- weights
+
+    async def take_weights(self, update: WeightUpdate) -> str | None:
+        """Load `update`; None, or why it was not loaded: then the engine is out until it has what the run has."""
+        error = await self._load(update)
+        if error is None and not self.healthy:
+            await self._check()
+        return error
+
+    async def _load(self, update: WeightUpdate) -> str | None:
+        self._loading += 1
+        try:
+            async with self._one_load:
+                await load(self.engine, update, timeout_s=self._settings.weights_timeout_s)
+        except EngineFault as fault:
+            self.missed(update, str(fault))
+            return str(fault)
+        except BaseException:
+            self.missed(update, "the update was broken off")
+            raise
+        finally:
+            self._loading -= 1
+            self._changed()  # its slots are free again
+        self.weights.loaded(update.version)
+        log.info("engine_weights_loaded", engine=self.engine.url, version=update.version)
+        return None
+
+    def missed(self, update: WeightUpdate, why: str) -> None:
+        """It does not have the weights of `update`: no work until it reports others than it does now."""
+        self.weights.missed(update.version, why)
+        self._take_out(f"behind: {self.weights.why_behind}")
+
+    async def _look_at_weights(self) -> None:
+        current = self._version()  # before asking: a version posted meanwhile must not make the answer look old
+        was_known = self.weights.reports
+        try:
+            reported = await weight_version(self.engine)
+        except EngineFault as fault:
+            # It is healthy and hides its weights for now; the next look tells.
+            log.info("engine_weight_version_unknown", engine=self.engine.url, error=str(fault))
+            return
+        self.weights.saw(reported, current)
+        if current > 0 and not was_known and not self.weights.reports and not self._warned_unversioned:
+            self._warned_unversioned = True
+            log.warning(
+                "engine_reports_no_weight_version",
+                engine=self.engine.url,
+                reported=reported,
+                policy_version=current,
+                detail="should it restart with its first weights, nobody would notice; POST /update_weight_version "
+                "with the policy version after each update of its weights",
+            )
+
+    async def _catch_up(self) -> None:
+        """Load what the run has into an engine that came back without it."""
+        update, now = self.current, asyncio.get_running_loop().time()
+        if update is None or update.version != self._version() or self._loading or now < self._catch_up_from:
+            return
+        self._catch_up_from = now + CATCH_UP_REST_S
+        await self._load(update)
 
     # -- probing
 
@@ -127,10 +217,16 @@ class Member:
 
     async def _check(self) -> None:
         try:
-            if not await self._probe() or self.healthy:
+            if not await self._probe():
                 return
-            # It may be another server than before: another model, other limits.
-            await self._learn()
+            if not self.healthy:
+                # It may be another server than before: another model, other limits.
+                await self._learn()
+            elif not self._loading:
+                await self._look_at_weights()
+                if self.weights.why_behind is not None:
+                    self._take_out(f"behind: {self.weights.why_behind}")
+                    self._nudge.set()
         except EngineFault as fault:
             self._take_out(str(fault))
         except ConfigError as wrong:
@@ -150,11 +246,17 @@ class Member:
         return why is None
 
     async def _learn(self) -> None:
-        info = await self.engine.learn(self._settings.model)
+        info = await self.engine.learn("" if self._settings.model_per_version else self._settings.model)
         self._check_logprobs(info)
         self._failed_probe = False
         self._strikes = 0
         self.detokenizes = True
+        await self._look_at_weights()
+        if self.weights.why_behind is not None:
+            await self._catch_up()
+        if self.weights.why_behind is not None:
+            self._take_out(f"behind: {self.weights.why_behind}")
+            return
         self.error = None
         self.healthy = True
         log.info("engine_healthy", engine=self.engine.url, model=info.model, max_model_len=info.max_model_len)

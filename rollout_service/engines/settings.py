@@ -7,13 +7,16 @@ from typing import Protocol
 
 from rollout_service.core.model import FailureReason
 
+POLICY_VERSION = "{policy_version}"
+"""In a model's name: the policy version that is current when a request is sent."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetSettings:
     """Limits of a fleet; the names are those of the configuration."""
 
     model: str = ""
-    """Served model every engine must have; empty: what each serves first."""
+    """Served model every engine must have; empty, or with `{policy_version}` in it: what each serves first."""
     max_attempts: int = 3
     """Engine attempts of one generation, >= 1."""
     request_timeout_s: float = 600.0
@@ -23,6 +26,15 @@ class FleetSettings:
     temperature: float = 1.0
     """The configured temperature: at another one than 1 raw logprobs are refused."""
     allow_raw_logprobs: bool = False
+    weights_timeout_s: float = 600.0
+    """How long an engine may take to load new weights."""
+    adapters_kept: int = 6
+    """LoRA adapters that stay loaded: one for every version a request may still be made at, and the newest."""
+
+    @property
+    def model_per_version(self) -> bool:
+        """Whether requests name another model at every policy version."""
+        return POLICY_VERSION in self.model
 
 
 class EngineEvents(Protocol):

@@ -156,7 +156,9 @@ class VllmEngine:
         clients: EngineClients,
         events: AbortEvents,
         clock: Callable[[], float],
+        model_name: Callable[[str], str] = lambda served: served,
     ) -> None:
+        """`model_name`: what requests call the model, given the name it is served under."""
         self.id = id
         self.url = public_url(spec.url)
         self.info: EngineInfo | None = None
@@ -165,6 +167,7 @@ class VllmEngine:
         self._base = self.url if spec.api_key else spec.url.rstrip("/")
         self._clients = clients
         self._clock = clock
+        self._model_name = model_name
         self._auth = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
         self._headers = {"Content-Type": "application/json", **self._auth}
         self._routes = {route: URL(self._base + route.path) for route in Route}
@@ -188,7 +191,7 @@ class VllmEngine:
             raise TransportFault(f"{self.url} was never reached")
         route = request.route
         abort_id = route.abort_id(request_id)
-        body = encode_body(request, request_id, info.model)
+        body = encode_body(request, request_id, self._model_name(info.model))
         flight = _Flight()
         _FLIGHT.set(flight)
         session = self._clients.fresh if fresh else self._clients.generation
@@ -270,6 +273,21 @@ class VllmEngine:
         )
 
     # -- control
+
+    async def control(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> bytes:
+        """Call a control route; the body of its answer. Raises EngineFault for everything but 200."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._clients.control.request(
+                    method, self._base + path, json=body, headers=self._auth, timeout=timeout_s
+                )
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise RequestTimeout(f"{method} {path}: no answer in {timeout_s:g} s") from error
+        except (httpx.HTTPError, OSError) as error:
+            raise TransportFault(f"{method} {path}: {_words(error)}") from error
+        if answer.status_code != 200:
+            raise _refusal(answer.status_code, answer.content, None)
+        return answer.content
 
     async def probe(self, timeout_s: float) -> str | None:
         """None when `/health` is 200, else why not."""

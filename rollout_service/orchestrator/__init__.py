@@ -3,6 +3,7 @@
 from rollout_service.orchestrator.checkpoint_calls import Rewound
 from rollout_service.orchestrator.lease_calls import HungUp
 from rollout_service.orchestrator.orchestrator import Orchestrator
+from rollout_service.orchestrator.policy_updates import PolicyUpdates
 from rollout_service.orchestrator.views import (
     GroupView,
     LeaseAnswer,
@@ -20,6 +21,7 @@ __all__ = [
     "LeaseRequest",
     "LeaseStatus",
     "Orchestrator",
+    "PolicyUpdates",
     "Rewound",
     "Rules",
     "StatusView",

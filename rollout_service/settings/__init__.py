@@ -13,6 +13,7 @@ from rollout_service.settings.tables import (
     RewardWorkersSettings,
     ServerSettings,
     StoreSettings,
+    WeightsSettings,
 )
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "StoreSettings",
+    "WeightsSettings",
     "load_settings",
 ]

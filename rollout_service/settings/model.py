@@ -24,6 +24,7 @@ from rollout_service.settings.tables import (
     RewardWorkersSettings,
     ServerSettings,
     StoreSettings,
+    WeightsSettings,
 )
 from rollout_service.settings.urls import same_engine
 
@@ -46,7 +47,10 @@ class Settings(BaseSettings):
 
     mode: Literal["grpo", "distillation"] = Field(default="grpo", description="Groups with advantages.")
     model: str = Field(
-        default="", max_length=512, description="The model to ask for; empty: what the engine's /v1/models serves."
+        default="",
+        max_length=512,
+        description="The model to ask for; empty: what the engine's /v1/models serves. {policy_version} in it stands "
+        "for the version current when a request is sent: a LoRA adapter for each.",
     )
     engines: list[EngineSettings] = Field(default=[], max_length=1024, description="At least one.")
     prompts: PromptsSettings = PromptsSettings()
@@ -57,6 +61,7 @@ class Settings(BaseSettings):
     rewards: list[RewardSettings] = Field(default=[], max_length=64, description="At least one.")
     reward_workers: RewardWorkersSettings = RewardWorkersSettings()
     store: StoreSettings = StoreSettings()
+    weights: WeightsSettings = WeightsSettings()
     server: ServerSettings = ServerSettings()
 
     @classmethod
@@ -70,6 +75,13 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # The file and the environment are merged, each value with its origin, before this model sees them.
         return (init_settings,)
+
+    @field_validator("model")
+    @classmethod
+    def _one_placeholder(cls, value: str) -> str:
+        if not set("{}").isdisjoint(value.replace("{policy_version}", "")):
+            raise ValueError('"{policy_version}" is the only placeholder')
+        return value
 
     @field_validator("mode")
     @classmethod

@@ -236,6 +236,23 @@ class StoreSettings(Table):
         return None if self.url == "memory://" else Path(self.url.removeprefix("sqlite:///"))
 
 
+class WeightsSettings(Table):
+    """`[weights]`: what `POST /policy_version` may have the engines load."""
+
+    allowed_paths: list[str] = Field(
+        default=[], max_length=64, description="Folders weights and adapters may be loaded from; none: no loading."
+    )
+    timeout_s: float = Field(default=600.0, ge=0.01, le=DAY_S, description="How long one engine may take to load.")
+
+    @field_validator("allowed_paths")
+    @classmethod
+    def _folders(cls, value: list[str]) -> list[str]:
+        for path in value:
+            if not path.isprintable() or not path.startswith("/") or ".." in path.split("/") or not path.strip("/"):
+                raise ValueError("absolute paths of folders are expected, without `..`, and not all of the disk")
+        return value
+
+
 class ServerSettings(Table):
     """`[server]`: where the service listens."""
 

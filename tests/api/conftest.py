@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,15 +18,25 @@ import uvicorn
 
 from rollout_service.api import Context, build_api
 from rollout_service.app import rules
+from rollout_service.core.model import WeightUpdate
 from rollout_service.metrics import Metrics
-from rollout_service.orchestrator import Orchestrator
+from rollout_service.orchestrator import Orchestrator, PolicyUpdates
 from rollout_service.settings import EngineSettings, RewardSettings, Settings
 from rollout_service.store import MemoryStore
 from tests.fakes import Clock, Engines, Runner, Scorer
 
 
+@dataclass
 class Fleet(Engines):
     """One engine that is always there."""
+
+    updates: list[WeightUpdate] = field(default_factory=list)
+    loads: Callable[[WeightUpdate], Awaitable[list[str]]] | None = None
+    """What loading does; None: it works at once."""
+
+    async def update_weights(self, update: WeightUpdate, *, again: bool = False) -> list[str]:
+        self.updates.append(update)
+        return [] if self.loads is None else await self.loads(update)
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"id": "e0", "url": "http://engine", "healthy": self.capacity > 0, "in_flight": 0, "max_inflight": 64}]
@@ -63,8 +73,14 @@ class Service:
             clock=self.clock,
         )
         self.metrics.watch(self.door.status, self.fleet)
-        context = Context(settings=self.settings, orchestrator=self.door, fleet=self.fleet, metrics=self.metrics)
-        self.app = build_api(context)
+        self.context = Context(
+            settings=self.settings,
+            orchestrator=self.door,
+            updates=PolicyUpdates(self.door, self.fleet, allowed_paths=self.settings.weights.allowed_paths),
+            fleet=self.fleet,
+            metrics=self.metrics,
+        )
+        self.app = build_api(self.context)
         self.port = 0
         self.http: httpx.AsyncClient
         self.server: uvicorn.Server

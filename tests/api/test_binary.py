@@ -17,11 +17,10 @@ import torch
 from hypothesis import given, settings
 
 from rollout_service.api import binary, wire
-from rollout_service.api.context import Context
 from rollout_service.api.leases import LeaseResponse
 from rollout_service.core.model import FinishedRollout, RolloutJob
 from rollout_service.orchestrator.views import LeaseAnswer, LeaseStatus
-from tests.api.conftest import Fleet, Service, settings_with
+from tests.api.conftest import Service
 from tests.fakes import finished, until
 from tests.lease_answers import SAMPLING, answer, answers, even_answer, payload, rollout, row_score, turn
 from trainer_client import AsyncRolloutClient, Lease, RolloutClient
@@ -260,7 +259,7 @@ async def test_both_clients_get_the_same_lease_in_both_encodings(live: Service):
 async def test_a_big_lease_is_written_off_the_event_loop(in_binary):
     """Whether it is, by the loop turning while it is written; how long it stood still is printed: machines differ."""
     made = even_answer(64, 16, 2048)
-    context = Context(settings=settings_with(), orchestrator=Service().door, fleet=Fleet(), metrics=Service().metrics)
+    context = Service().context
     sent, gaps = 0, [0.0]
 
     async def send(message: Any) -> None:

@@ -69,11 +69,11 @@ def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     """Starts services: `service(engine_url, groups={"max_staleness": 1}, …)`; tables are merged over the defaults."""
     with contextlib.ExitStack() as started:
 
-        def start(*engine_urls: str, **tables: dict[str, Any]) -> Service:
+        def start(*engine_urls: str, model: str = MODEL_NAME, **tables: dict[str, Any]) -> Service:
             port = free_port()
             folder = tmp_path / f"service-{port}"
             folder.mkdir()
-            (folder / "rollout.toml").write_text(configuration(engine_urls, tables))
+            (folder / "rollout.toml").write_text(configuration(engine_urls, tables, model))
             (folder / "e2e_rewards.py").write_text(REWARD)
             command = [sys.executable, "-m", "rollout_service", "serve", "--config", "rollout.toml"]
             environ = {"PYTHONPATH": str(REPOSITORY)}
@@ -89,7 +89,7 @@ def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
         yield start
 
 
-def configuration(engine_urls: tuple[str, ...], tables: dict[str, dict[str, Any]]) -> str:
+def configuration(engine_urls: tuple[str, ...], tables: dict[str, dict[str, Any]], model: str) -> str:
     """The TOML of a service for these engines; JSON strings, numbers and booleans are TOML's too."""
     settings: dict[str, dict[str, Any]] = {
         "groups": {"num_generations": 4},
@@ -99,7 +99,7 @@ def configuration(engine_urls: tuple[str, ...], tables: dict[str, dict[str, Any]
     }
     for name, table in tables.items():
         settings[name] = settings.get(name, {}) | table
-    lines = [f'model = "{MODEL_NAME}"']
+    lines = [f"model = {json.dumps(model)}"]
     for url in engine_urls:
         lines += ["[[engines]]", f"url = {json.dumps(url)}"]
     lines += ["[[rewards]]", 'name = "spread"', 'function = "e2e_rewards:spread"']

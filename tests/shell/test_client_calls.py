@@ -18,6 +18,7 @@ from trainer_client import (
     ClientError,
     Conflict,
     Denied,
+    EnginesBehind,
     Halted,
     InvalidRequest,
     LeaseStatus,
@@ -90,6 +91,27 @@ def test_posting_a_version_says_what_it_did_and_the_bound_can_be_read(service, c
     assert (result.version, result.previous, result.stale_groups, result.aborted_rollouts) == (3, 0, 2, 9)
     assert client.post_version(3).aborted_rollouts == 0
     assert (client.version().version, client.version().max_staleness) == (3, 1)
+
+
+def test_weights_and_adapters_go_with_the_version_they_make(service, connect):
+    client = connect()
+    client.post_version(1, weights="/ckpt/1")
+    client.post_version(2, lora=("policy-v2", "/adapters/2"))
+    assert [request.body for request in service.requests("/policy_version")] == [
+        {"version": 1, "reset": False, "weights": {"path": "/ckpt/1"}},
+        {"version": 2, "reset": False, "lora": {"name": "policy-v2", "path": "/adapters/2"}},
+    ]
+
+
+def test_engines_that_did_not_follow_are_named_once_and_the_call_is_not_repeated_by_itself(service, connect):
+    left = [{"id": "e1", "url": "http://b", "error": "no space left"}]
+    service.faults = [Fault("/policy_version", answer=answering(502, "engines-behind", "e1 is behind", engines=left))]
+    client = connect()
+    with pytest.raises(EnginesBehind, match="e1 is behind") as caught:
+        client.post_version(1, weights="/ckpt/1")
+    assert caught.value.engines == left
+    assert len(service.requests("/policy_version")) == 1
+    assert client.post_version(1, weights="/ckpt/1").version == 1
 
 
 def test_a_lower_version_is_a_conflict_unless_it_is_a_reset(service, connect):

@@ -1,0 +1,83 @@
+"""New weights for every engine of a fleet, in one call.
+
+What always holds: one update at a time; engines load side by side, each paused no longer than its own load takes; an
+engine that does not follow is out of the fleet before the call ends, so no request meets its old weights; engines that
+were out already are taken along where they answer, and do not make the call fail. Weights that every engine of the
+fleet has loaded are given again to one that comes back without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from rollout_service.core.model import WeightUpdate
+from rollout_service.engines.faults import EngineFault
+from rollout_service.engines.health import Member
+from rollout_service.engines.weights import unload_adapter
+from rollout_service.errors import EnginesBehind, Unavailable
+
+log = structlog.get_logger(__name__)
+
+
+class WeightUpdates:
+    """Updates the members it is shown."""
+
+    def __init__(self, members: Callable[[], Sequence[Member]], *, adapters_kept: int) -> None:
+        self._members = members
+        self._adapters_kept = adapters_kept
+        self._adapters: list[str] = []
+        """Names loaded here, oldest first."""
+
+    async def apply(self, update: WeightUpdate, *, again: bool = False) -> list[str]:
+        """Load `update` everywhere; the ids of engines that were out and still are.
+
+        `again`: engines that report its version already have it. Raises EnginesBehind where an engine of the fleet did
+        not follow, Unavailable where none is there.
+        """
+        members = self._members()
+        reachable = [member for member in members if member.reachable]
+        if not reachable:
+            raise Unavailable("no engine answers that could load the weights")
+        for member in members:
+            member.current = None
+            if member not in reachable:
+                member.missed(update, f"it was not reachable ({member.error})")
+        todo = [member for member in reachable if not (again and member.weights.reported == str(update.version))]
+        fleet = {member.engine.id for member in todo if member.healthy}
+        errors = await asyncio.gather(*(member.take_weights(update) for member in todo))
+        failed = {member: error for member, error in zip(todo, errors, strict=True) if error is not None}
+        for member, error in failed.items():
+            log.error("engine_did_not_follow", engine=member.engine.url, version=update.version, error=error)
+        if len(failed) == len(reachable) or any(member.engine.id in fleet for member in failed):
+            raise _behind(update, failed)
+        for member in members:
+            member.current = update
+        await self._forget_adapters(update)
+        return [member.engine.id for member in members if member.weights.why_behind is not None]
+
+    async def _forget_adapters(self, update: WeightUpdate) -> None:
+        """Unload adapters no request can name any more. What fails here costs the engine memory, not the run."""
+        if update.lora_name is None:
+            return
+        self._adapters = [name for name in self._adapters if name != update.lora_name] + [update.lora_name]
+        old, self._adapters = self._adapters[: -self._adapters_kept], self._adapters[-self._adapters_kept :]
+        for member in self._members():
+            for name in old if member.healthy else ():
+                try:
+                    await unload_adapter(member.engine, name)
+                except EngineFault as fault:
+                    log.info("adapter_not_unloaded", engine=member.engine.url, adapter=name, error=str(fault))
+
+
+def _behind(update: WeightUpdate, failed: dict[Member, str]) -> EnginesBehind:
+    told = "; ".join(f"{member.engine.id} ({member.engine.url}): {error}" for member, error in failed.items())
+    return EnginesBehind(
+        f"the weights of version {update.version} were not loaded by {told}. No work goes there until they are, and "
+        "the policy version was not posted; the same call again goes on without them",
+        engines=[
+            {"id": member.engine.id, "url": member.engine.url, "error": error} for member, error in failed.items()
+        ],
+    )
