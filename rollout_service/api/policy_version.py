@@ -16,7 +16,7 @@ from rollout_service.core.model import WeightUpdate
 routes = router("policy version")
 
 
-@routes.post("/policy_version", responses=declared(400, 403, 409, 413, 422, 502, 503))
+@routes.post("/policy_version", responses=declared(400, 403, 409, 413, 422, 502, 503), response_model_exclude_none=True)
 async def post_policy_version(ctx: Ctx, body: Annotated[VersionBody, Depends(JsonBody(VersionBody))]) -> BumpAnswer:
     """Raise the version; what it makes stale is aborted at once. Equal: no effect. Lower: 409, unless `reset`.
 
@@ -34,7 +34,7 @@ async def post_policy_version(ctx: Ctx, body: Annotated[VersionBody, Depends(Jso
         previous=bumped.previous,
         stale_groups=bumped.stale_groups,
         aborted_rollouts=bumped.aborted_rollouts,
-        behind_engines=behind,
+        behind_engines=behind or None,
     )
 
 

@@ -152,8 +152,8 @@ class BumpAnswer(Answer):
     previous: int
     stale_groups: int = Field(description="Groups that lost work to this version.")
     aborted_rollouts: int = Field(description="Rollouts in flight that were stopped.")
-    behind_engines: list[str] = Field(
-        default=[], description="After loading weights: ids of engines that were out before the call and lack them."
+    behind_engines: list[str] | None = Field(
+        default=None, description="Only after loading weights: ids of engines that were out before and lack them."
     )
 
 

@@ -17,9 +17,8 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 
-from rollout_service.api import Context, build_api
-from rollout_service.metrics import Metrics
-from tests.api.conftest import Fleet, Service, settings_with
+from rollout_service.api import build_api
+from tests.api.conftest import Service
 
 EXAMPLES = 8
 """Of each operation: enough to meet every kind of refusal, and a few seconds in all."""
@@ -45,8 +44,7 @@ REACHABLE = {
 
 
 def document() -> dict[str, Any]:
-    context = Context(settings=settings_with(), orchestrator=Service().door, fleet=Fleet(), metrics=Metrics())
-    return build_api(context).openapi()
+    return build_api(Service().context).openapi()
 
 
 def operations() -> dict[tuple[str, str], dict[str, Any]]:

@@ -37,11 +37,18 @@ async def test_the_version_rises_after_the_engines_have_loaded(loading: Service)
 
     loading.fleet.loads = loads
     answer = await loading.post("/policy_version", {"version": 8, "weights": {"path": "/ckpt/8"}})
-    assert answer.json() == {
-        "version": 8, "previous": 0, "stale_groups": 0, "aborted_rollouts": 0, "behind_engines": [],
-    }  # fmt: skip
+    assert answer.json() == {"version": 8, "previous": 0, "stale_groups": 0, "aborted_rollouts": 0}
     assert loading.fleet.updates == [WeightUpdate(version=8, path="/ckpt/8")]
     assert versions == [0]
+
+
+async def test_engines_that_were_out_before_and_stay_behind_are_told(loading: Service) -> None:
+    async def loads(update: WeightUpdate) -> list[str]:
+        return ["e1"]
+
+    loading.fleet.loads = loads
+    answer = await loading.post("/policy_version", {"version": 8, "weights": {"path": "/ckpt/8"}})
+    assert (answer.status_code, answer.json()["behind_engines"]) == (200, ["e1"])
 
 
 async def test_an_adapter_goes_by_its_name(loading: Service) -> None:

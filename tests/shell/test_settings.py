@@ -106,6 +106,7 @@ def test_names_and_defaults_are_those_of_the_contract(load):
         ],
         "reward_workers": {"processes": 2},
         "store": {"url": "sqlite:///rollout.db", "max_lease_bytes": 268435456},
+        "weights": {"allowed_paths": [], "timeout_s": 600.0},
         "server": {"host": "127.0.0.1", "port": 8080},
     }
 
@@ -432,6 +433,19 @@ def test_only_loopback_is_listened_on_while_there_are_no_keys(refusal, host: str
     line = refusal(LEAST + f'[server]\nhost = "{host}"\n')
     assert "server.host: only loopback addresses" in line
     assert "keys are not available in this version" in line
+
+
+@pytest.mark.parametrize("path", ["ckpt", "", "/", "//", "/ckpt/../etc", "/ck\\u0000pt", "s3://bucket/ckpt"])
+def test_weights_are_loaded_from_named_folders_only(load, path: str):
+    with pytest.raises(ConfigError, match=r"weights\.allowed_paths"):
+        load(LEAST + f'[weights]\nallowed_paths = ["/ckpt", "{path}"]\n')
+
+
+@pytest.mark.parametrize("model", ["policy-{version}", "{}", "policy-{policy_version", "a}b"])
+def test_a_models_name_has_no_other_placeholder_than_the_version(load, model: str):
+    with pytest.raises(ConfigError, match="policy_version"):
+        load(f'model = "{model}"\n' + LEAST)
+    assert load('model = "policy-v{policy_version}"\n' + LEAST).model == "policy-v{policy_version}"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
