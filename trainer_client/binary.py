@@ -8,6 +8,7 @@ arrives, not with this module.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,6 +46,9 @@ class _Header(msgspec.Struct):
     input_ids: _Tensor
     completion_mask: _Tensor
     old_log_probs: _Tensor
+    teacher_cu_seqlens: _Tensor | None = None
+    teacher_topk_ids: _Tensor | None = None
+    teacher_topk_logprobs: _Tensor | None = None
 
 
 def decode_lease(content: bytes | bytearray) -> Lease:
@@ -86,17 +90,40 @@ def _decode(content: bytes | bytearray) -> Lease:
         sample.input_ids = ids[begin:end]
         sample.completion_mask = mask[begin:end]
         sample.old_log_probs = logprobs[begin:end]
+    _add_teachers(lease, header, data)
     return lease
 
 
-def _array(data: np.ndarray[Any, Any], tensor: _Tensor, dtype: str, numpy_dtype: str) -> Any:
-    """A one-dimensional tensor as a view into `data`."""
+def _add_teachers(lease: Lease, header: _Header, data: np.ndarray[Any, Any]) -> None:
+    if header.teacher_cu_seqlens is None or header.teacher_topk_ids is None or header.teacher_topk_logprobs is None:
+        return
+    bounds = _array(data, header.teacher_cu_seqlens, "I64", "<i8")
+    ids = _array(data, header.teacher_topk_ids, "I32", "<i4", 2)
+    logprobs = _array(data, header.teacher_topk_logprobs, "F32", "<f4", 2)
+    samples = lease.samples
+    if len(bounds) != len(samples) + 1 or bounds[0] != 0 or bounds[-1] != len(ids) or ids.shape != logprobs.shape:
+        raise ValueError("teacher_cu_seqlens does not fit the teacher's tables")
+    if (bounds[1:] < bounds[:-1]).any():
+        raise ValueError("teacher_cu_seqlens falls")
+    places = bounds.tolist()
+    for sample, begin, end in zip(samples, places, places[1:], strict=False):
+        if sample.teacher_id is not None:
+            sample.teacher_topk_ids = ids[begin:end]
+            sample.teacher_topk_logprobs = logprobs[begin:end]
+
+
+def _array(data: np.ndarray[Any, Any], tensor: _Tensor, dtype: str, numpy_dtype: str, dimensions: int = 1) -> Any:
+    """A tensor as a view into `data`."""
     begin, end = tensor.data_offsets
     if tensor.dtype != dtype or not 0 <= begin <= end <= len(data):
         raise ValueError(
             f"a tensor {tensor.dtype} at {begin}:{end} of {len(data)} bytes is not the {dtype} it should be"
         )
     values = data[begin:end].view(numpy_dtype)
-    if tensor.shape != [len(values)]:
+    if (
+        len(tensor.shape) != dimensions
+        or any(size < 0 for size in tensor.shape)
+        or math.prod(tensor.shape) != len(values)
+    ):
         raise ValueError(f"a tensor of shape {tensor.shape} has {len(values)} values")
-    return values
+    return values if dimensions == 1 else values.reshape(tensor.shape)

@@ -56,6 +56,14 @@ class Sample(msgspec.Struct, kw_only=True):
     metrics: dict[str, Any] = {}
     weight_versions: list[Any] | None = None
     """Spans of weight versions; None where the engine reports none."""
+    turn_versions: list[int] | None = None
+    """Policy version current at each turn; None where there was one turn, at `policy_version`."""
+    teacher_id: str | None = None
+    """Distillation: the teacher that scored the sample."""
+    teacher_topk_ids: Sequence[Sequence[int]] | None = None
+    """Distillation: (tokens to train, top_k + 1), int32 where binary; -1 fills up."""
+    teacher_topk_logprobs: Sequence[Sequence[float | None]] | None = None
+    """Distillation: the same shape, float32 where binary; -inf where the id is -1 (None where it came as JSON)."""
 
 
 class Group(msgspec.Struct, kw_only=True):

@@ -15,13 +15,14 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, prod
 from typing import Any
 
 import msgspec
 
 from rollout_service.api import wire
-from rollout_service.core.model import Turn
-from rollout_service.core.sequences import TokenSequence, token_sequences
+from rollout_service.core.model import TeacherTokens, Turn
+from rollout_service.core.sequences import TokenSequence
 from rollout_service.orchestrator.views import LeaseAnswer
 
 MEDIA_TYPE = "application/vnd.safetensors"
@@ -31,14 +32,18 @@ TENSORS = {
     # Widest items first: each tensor then begins at a multiple of its own item size without padding, which the format
     # does not allow between tensors.
     "cu_seqlens": ("I64", 8),
+    "teacher_cu_seqlens": ("I64", 8),
     # float64, for it is the number of the JSON document, which has one precision for both encodings. Rewards stay in
     # the document: an unscored one is null, and no float says that.
     "advantages": ("F64", 8),
     "input_ids": ("I32", 4),
     "old_log_probs": ("F32", 4),
+    "teacher_topk_ids": ("I32", 4),
+    "teacher_topk_logprobs": ("F32", 4),
     "completion_mask": ("U8", 1),
 }
-"""Name -> dtype as safetensors spells it, bytes an item; in file order."""
+"""Name -> dtype as safetensors spells it, bytes an item; in file order. A teacher's are there where there was one: all
+trained tokens of a sample are rows `teacher_cu_seqlens[i]` to `teacher_cu_seqlens[i + 1]` of its two tables."""
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _BIG_ENDIAN = sys.byteorder == "big"
@@ -67,12 +72,20 @@ class _Flat:
     rows: list[Row] = field(default_factory=list)
     cu_seqlens: array[int] = field(default_factory=lambda: array("q", (0,)))
     advantages: array[float] = field(default_factory=lambda: array("d"))
+    teachers: list[TeacherTokens | None] = field(default_factory=list)
+    teacher_cu_seqlens: array[int] = field(default_factory=lambda: array("q", (0,)))
+    columns: int = 0
+    """K of the teachers' tensors: the most any sample has; 0: no teacher."""
 
-    def add(self, row: Row, advantage: float) -> None:
+    def add(self, row: Row, advantage: float, teacher: TeacherTokens | None) -> None:
         length = len(row.prompt_ids) + len(row.output_ids) if isinstance(row, Turn) else len(row.input_ids)
         self.rows.append(row)
         self.cu_seqlens.append(self.cu_seqlens[-1] + length)
         self.advantages.append(advantage)
+        self.teachers.append(teacher)
+        rows = 0 if teacher is None else len(teacher.ids) // teacher.columns
+        self.teacher_cu_seqlens.append(self.teacher_cu_seqlens[-1] + rows)
+        self.columns = max(self.columns, 0 if teacher is None else teacher.columns)
 
 
 def preferred(accept: Sequence[str]) -> bool:
@@ -121,10 +134,12 @@ def _document(answer: LeaseAnswer, sampling: Mapping[str, Any], flat: _Flat) -> 
             yield (b"," if number else b"") + wire.group_head(payload, answer.lease, sampling)
             first = True
             for rollout, score, about in wire.group_rollouts(payload):
-                rows: Sequence[Row] = rollout.turns if len(rollout.turns) == 1 else token_sequences(rollout.turns)
-                for row in rows:
-                    flat.add(row, score.advantage)
-                    yield (b"" if first else b",") + about + b"}"
+                rows: Sequence[Row] = rollout.turns if len(rollout.turns) == 1 else wire.sequences_of(rollout)
+                for number, row in enumerate(rows):
+                    teacher = score.teacher[number] if number < len(score.teacher) else None
+                    flat.add(row, score.advantage, teacher)
+                    more = b"" if teacher is None else b',"teacher_id":' + _encode(teacher.teacher_id)
+                    yield (b"" if first else b",") + about + more + b"}"
                     first = False
             yield wire.TAIL
     yield wire.TAIL
@@ -132,13 +147,21 @@ def _document(answer: LeaseAnswer, sampling: Mapping[str, Any], flat: _Flat) -> 
 
 def _tensor_table(flat: _Flat) -> tuple[bytes, int]:
     """The header from the end of the metadata's string on, and the bytes of all tensors."""
-    tokens = flat.cu_seqlens[-1]
-    lengths = {"cu_seqlens": len(flat.cu_seqlens), "advantages": len(flat.advantages)}
+    tokens, rows = flat.cu_seqlens[-1], flat.teacher_cu_seqlens[-1]
+    shapes = {
+        "cu_seqlens": [len(flat.cu_seqlens)],
+        "teacher_cu_seqlens": [len(flat.teacher_cu_seqlens)],
+        "advantages": [len(flat.advantages)],
+        "teacher_topk_ids": [rows, flat.columns],
+        "teacher_topk_logprobs": [rows, flat.columns],
+    }
     table, end = {}, 0
     for name, (dtype, item_bytes) in TENSORS.items():
-        length = lengths.get(name, tokens)
-        begin, end = end, end + length * item_bytes
-        table[name] = {"dtype": dtype, "shape": [length], "data_offsets": [begin, end]}
+        if name.startswith("teacher_") and not flat.columns:
+            continue
+        shape = shapes.get(name, [tokens])
+        begin, end = end, end + prod(shape) * item_bytes
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     return b'"},' + bytes(_encode(table)[1:]), end
 
 
@@ -146,6 +169,8 @@ def _pieces(head: list[bytes], flat: _Flat) -> Iterator[bytes | memoryview]:
     """The head, then the tensors in the order of `TENSORS`."""
     yield from head
     yield _little_endian(flat.cu_seqlens)
+    if flat.columns:
+        yield _little_endian(flat.teacher_cu_seqlens)
     yield _little_endian(flat.advantages)
     for row in flat.rows:
         if isinstance(row, Turn):
@@ -159,12 +184,28 @@ def _pieces(head: list[bytes], flat: _Flat) -> Iterator[bytes | memoryview]:
             yield _little_endian(row.logprobs)
         else:
             yield _little_endian(row.old_log_probs)
+    for teacher in flat.teachers:
+        if teacher is not None:
+            yield _little_endian(_widened(teacher.ids, teacher.columns, flat.columns, array("i", (-1,))))
+    for teacher in flat.teachers:
+        if teacher is not None:
+            yield _little_endian(_widened(teacher.logprobs, teacher.columns, flat.columns, array("f", (-inf,))))
     for row in flat.rows:
         if isinstance(row, Turn):
             yield bytes(len(row.prompt_ids))
             yield b"\x01" * len(row.output_ids)
         else:
             yield row.completion_mask
+
+
+def _widened(values: array[Any], columns: int, wanted: int, filler: array[Any]) -> array[Any]:
+    """Rows of `columns` as rows of `wanted`: teachers may differ in their top_k."""
+    if columns == wanted:
+        return values
+    wide = filler * (len(values) // columns * wanted)
+    for column in range(columns):
+        wide[column::wanted] = values[column::columns]
+    return wide
 
 
 def _little_endian(values: array[int] | array[float]) -> memoryview:

@@ -17,7 +17,7 @@ import msgspec
 from rollout_service.core.group import Lease
 from rollout_service.core.model import FinishedRollout, FinishReason
 from rollout_service.core.records import GroupPayload, RowScore
-from rollout_service.core.sequences import token_sequences
+from rollout_service.core.sequences import TokenSequence, token_sequences
 from rollout_service.orchestrator.views import LeaseAnswer
 
 PIECE_ITEMS = 16_384
@@ -62,15 +62,25 @@ def lease_pieces(answer: LeaseAnswer, sampling: Mapping[str, Any]) -> Iterator[b
 def _group_pieces(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any]) -> Iterator[bytes]:
     yield group_head(payload, lease, sampling)
     first = True
-    for rollout, _, about in group_rollouts(payload):
-        for sequence in token_sequences(rollout.turns):
+    for rollout, score, about in group_rollouts(payload):
+        for number, sequence in enumerate(sequences_of(rollout)):
             yield about if first else b"," + about
             first = False
             yield from _array("input_ids", sequence.input_ids)
             yield from _array("completion_mask", sequence.completion_mask)
             yield from _array("old_log_probs", sequence.old_log_probs)
+            if number < len(score.teacher):
+                teacher = score.teacher[number]
+                yield b',"teacher_id":' + _encode(teacher.teacher_id)
+                yield from _table("teacher_topk_ids", teacher.ids, teacher.columns)
+                yield from _table("teacher_topk_logprobs", teacher.logprobs, teacher.columns)
             yield b"}"
     yield TAIL
+
+
+def sequences_of(rollout: FinishedRollout) -> tuple[TokenSequence, ...]:
+    """The samples of a rollout."""
+    return token_sequences(rollout.turns, fork_threshold=rollout.fork_threshold)
 
 
 def group_head(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any]) -> bytes:
@@ -129,12 +139,17 @@ def _about(rollout: FinishedRollout, rollout_id: str, version: int, score: RowSc
         "reward": score.reward,
         "rewards": score.rewards,
         "advantage": score.advantage,
-        "scored": score.reward is not None,
+        "scored": score.reward is not None or bool(score.teacher),
         "finish_reason": rollout.finish_reason,
         "truncated": rollout.finish_reason is FinishReason.LENGTH,
         "metrics": {name: float(value) for name, value in rollout.metrics.items() if isfinite(value)},
     }
-    return about | ({"weight_versions": spans} if spans else {})
+    if spans:
+        about["weight_versions"] = spans
+    versions = [turn.version for turn in rollout.turns]
+    if None not in versions and (len(versions) > 1 or versions != [version]):
+        about["turn_versions"] = versions
+    return about
 
 
 def _array(name: str, values: Any) -> Iterator[bytes]:
@@ -142,5 +157,16 @@ def _array(name: str, values: Any) -> Iterator[bytes]:
     yield b',"' + name.encode() + b'":['
     for start in range(0, len(values), PIECE_ITEMS):
         piece = _encode(list(values[start : start + PIECE_ITEMS]))[1:-1]
+        yield piece if start == 0 else b"," + piece
+    yield b"]"
+
+
+def _table(name: str, values: Any, columns: int) -> Iterator[bytes]:
+    """`,"name":[[…],…]` for a flat array of rows; what is not finite becomes null."""
+    yield b',"' + name.encode() + b'":['
+    step = max(1, PIECE_ITEMS // columns) * columns
+    for start in range(0, len(values), step):
+        flat = list(values[start : start + step])
+        piece = _encode([flat[i : i + columns] for i in range(0, len(flat), columns)])[1:-1]
         yield piece if start == 0 else b"," + piece
     yield b"]"

@@ -82,6 +82,10 @@ class FailureReason(StrEnum):
     """The prompt does not fit the engine's context; the whole group is dropped."""
     ENGINE_UNAVAILABLE = "engine_unavailable"
     """No healthy engine for `engine_wait_s`."""
+    PROGRAM = "program"
+    """The program raised, or ended without a generation."""
+    ENVIRONMENT = "environment"
+    """The environment failed or could not be reached."""
     INTERNAL = "internal"
     """A fault of this service; its traceback is in the log."""
 
@@ -136,6 +140,12 @@ class Turn:
     """Spans `{"version", "start", "end"}` where the engine reports them."""
     engine: str
     """Id of the engine that answered."""
+    version: int | None = None
+    """Policy version current when the engine was asked; None where nobody noted it."""
+
+
+FORK_THRESHOLD_TOKENS = 1024
+"""Default of `program.fork_threshold_tokens`, TRL's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +165,10 @@ class FinishedRollout:
     """What the engine's logprobs are of ("raw_logprobs", "processed_logprobs"); None where it does not say."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """What was asked of the engine: the configured sampling of that moment with the prompt's own on top."""
+    reward: float | None = None
+    """The rollout's own reward, beside those of the reward functions: a program's or an environment's. Finite."""
+    fork_threshold: int = FORK_THRESHOLD_TOKENS
+    """See core.sequences; kept here so that the same rollout makes the same samples after every restart."""
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -221,6 +235,19 @@ class ScoreJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherTokens:
+    """What a teacher gives the T trained tokens of one sample, K = its top_k + 1 candidates each."""
+
+    teacher_id: str
+    ids: array[int]
+    """int32 (T * K,), row by row: the teacher's most likely ids and the sampled one; -1 fills up."""
+    logprobs: array[float]
+    """float32 (T * K,): theirs; -inf where the id is -1."""
+    columns: int
+    """K."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
     """What the reward functions said, row i being survivor i of the job."""
 
@@ -228,5 +255,7 @@ class Scores:
     """Function name -> one value a survivor; None: not scored by this function. Values are finite."""
     errors: Mapping[str, str] = field(default_factory=dict)
     """Function name -> why it scored nobody in this group (timeout, exception, wrong length)."""
+    teacher: Sequence[Sequence[TeacherTokens] | None] = ()
+    """Distillation: one entry a survivor, with one item for each sample it makes; None: its teacher failed."""
     cancelled: str | None = None
     """Set: user code raised a cancellation, with this message; the group is dropped (`reward_cancelled`)."""

@@ -6,11 +6,11 @@ committed in the order they were made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollout_service.core.group import Checkpoint, Group, Lease
-from rollout_service.core.model import FailedRollout, FinishedRollout, GroupState, Prompt
+from rollout_service.core.model import FailedRollout, FinishedRollout, GroupState, Prompt, TeacherTokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +49,8 @@ class RowScore:
     reward: float | None
     rewards: Mapping[str, float | None]
     advantage: float
+    teacher: Sequence[TeacherTokens] = ()
+    """Distillation: one item for each sample of the rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

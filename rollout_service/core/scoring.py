@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rollout_service.core.advantages import AdvantageMethod, advantages
-from rollout_service.core.model import DropReason, Scores
+from rollout_service.core.model import DropReason, FinishedRollout, Scores
 from rollout_service.core.records import GroupScore, RowScore
 
 
@@ -29,6 +29,20 @@ class ScoringRules:
     method: AdvantageMethod = AdvantageMethod.GRPO
     zero_variance: ZeroVariance = ZeroVariance.KEEP
     min_group_size: int = 2
+    distillation: bool = False
+    """A rollout counts as scored where its teacher scored it; rewards are for people."""
+
+
+OWN_REWARD = "rollout"
+"""The name under which a rollout's own reward stands beside those of the reward functions; its weight is 1."""
+
+
+def with_own_rewards(scores: Scores, rollouts: Sequence[FinishedRollout]) -> Scores:
+    """`scores` with the rewards the rollouts brought along; row i of both is the same survivor."""
+    own = [rollout.reward for rollout in rollouts]
+    if all(reward is None for reward in own):
+        return scores
+    return replace(scores, rewards={**scores.rewards, OWN_REWARD: own})
 
 
 def judge(scores: Scores, indexes: Sequence[int], rules: ScoringRules) -> tuple[GroupScore, DropReason | None]:
@@ -37,11 +51,13 @@ def judge(scores: Scores, indexes: Sequence[int], rules: ScoringRules) -> tuple[
     Row i of `scores` is the survivor with row number `indexes[i]`.
     """
     result = advantages(scores.rewards, rules.weights, rows=len(indexes), method=rules.method)
+    taught = [scores.teacher[i] if i < len(scores.teacher) else None for i in range(len(indexes))]
     rows = {
         index: RowScore(
             reward=result.rewards[i],
             rewards={name: values[i] for name, values in scores.rewards.items()},
             advantage=result.advantages[i],
+            teacher=taught[i] or (),
         )
         for i, index in enumerate(indexes)
     }
@@ -49,11 +65,12 @@ def judge(scores: Scores, indexes: Sequence[int], rules: ScoringRules) -> tuple[
         rows=rows,
         mean=result.mean,
         std=result.std,
-        zero_variance=result.zero_variance,
+        zero_variance=result.zero_variance and not rules.distillation,
         errors=scores.errors,
     )
-    if result.scored < rules.min_group_size:
+    scored = sum(bool(teacher) for teacher in taught) if rules.distillation else result.scored
+    if scored < rules.min_group_size:
         return score, DropReason.UNSCORABLE
-    if result.zero_variance and rules.zero_variance is ZeroVariance.DROP:
+    if score.zero_variance and rules.zero_variance is ZeroVariance.DROP:
         return score, DropReason.ZERO_VARIANCE
     return score, None

@@ -29,7 +29,7 @@ from rollout_service.core.model import (
 )
 from rollout_service.core.records import Batch, GroupScore, NewGroup, RunState, Snapshot
 from rollout_service.core.scheduler import Policy, Scheduler
-from rollout_service.core.scoring import ScoringRules, judge
+from rollout_service.core.scoring import ScoringRules, judge, with_own_rewards
 from rollout_service.errors import ShuttingDown, StoreUnavailable
 from rollout_service.orchestrator.committer import Committer
 from rollout_service.orchestrator.gate import PauseGate
@@ -410,7 +410,7 @@ class Writer:
         drop: DropReason | None = DropReason.REWARD_CANCELLED
         error = scores.cancelled
         if error is None:
-            score, drop = judge(scores, indexes, self._rules.scoring)
+            score, drop = judge(with_own_rewards(scores, job.rollouts), indexes, self._rules.scoring)
             if drop is DropReason.UNSCORABLE:
                 error = "; ".join(f"{name}: {why}" for name, why in scores.errors.items()) or "no reward scored it"
         if not self.core.scored(group.seq, group.attempt, drop, error, now=self._clock()):

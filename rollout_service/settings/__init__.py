@@ -13,6 +13,7 @@ from rollout_service.settings.tables import (
     RewardWorkersSettings,
     ServerSettings,
     StoreSettings,
+    TeacherSettings,
     WeightsSettings,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "StoreSettings",
+    "TeacherSettings",
     "WeightsSettings",
     "load_settings",
 ]

@@ -12,6 +12,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from rollout_service.core.scoring import OWN_REWARD
 from rollout_service.settings.problems import FieldProblems
 from rollout_service.settings.sampling import SamplingSettings
 from rollout_service.settings.tables import (
@@ -24,6 +25,7 @@ from rollout_service.settings.tables import (
     RewardWorkersSettings,
     ServerSettings,
     StoreSettings,
+    TeacherSettings,
     WeightsSettings,
 )
 from rollout_service.settings.urls import same_engine
@@ -45,7 +47,9 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
     )
 
-    mode: Literal["grpo", "distillation"] = Field(default="grpo", description="Groups with advantages.")
+    mode: Literal["grpo", "distillation"] = Field(
+        default="grpo", description="Groups with advantages, or samples that teachers score."
+    )
     model: str = Field(
         default="",
         max_length=512,
@@ -58,7 +62,10 @@ class Settings(BaseSettings):
     dispatch: DispatchSettings = DispatchSettings()
     sampling: SamplingSettings = SamplingSettings()
     program: ProgramSettings = ProgramSettings()
-    rewards: list[RewardSettings] = Field(default=[], max_length=64, description="At least one.")
+    rewards: list[RewardSettings] = Field(
+        default=[], max_length=64, description="At least one, unless rollouts or teachers score."
+    )
+    teachers: list[TeacherSettings] = Field(default=[], max_length=64, description='For mode "distillation".')
     reward_workers: RewardWorkersSettings = RewardWorkersSettings()
     store: StoreSettings = StoreSettings()
     weights: WeightsSettings = WeightsSettings()
@@ -83,16 +90,14 @@ class Settings(BaseSettings):
             raise ValueError('"{policy_version}" is the only placeholder')
         return value
 
-    @field_validator("mode")
-    @classmethod
-    def _later(cls, value: str) -> str:
-        if value == "distillation":
-            raise ValueError('"distillation" is not yet available in this version; use "grpo"')
-        return value
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if found := [*_engine_problems(self), *_group_problems(self), *_reward_problems(self)]:
+        if found := [
+            *_engine_problems(self),
+            *_group_problems(self),
+            *_reward_problems(self),
+            *_teacher_problems(self),
+        ]:
             raise FieldProblems(found)
         return self
 
@@ -109,13 +114,13 @@ def _engine_problems(settings: Settings) -> Iterator[Found]:
 
 def _group_problems(settings: Settings) -> Iterator[Found]:
     groups, dispatch = settings.groups, settings.dispatch
-    if groups.num_generations < groups.min_group_size:
+    if groups.num_generations < groups.min_group_size and settings.mode == "grpo":
         yield (
             ("groups", "num_generations"),
             f"{groups.num_generations} is below groups.min_group_size ({groups.min_group_size}): "
             "every group would be dropped",
         )
-    if groups.advantage == "rloo" and groups.min_group_size < 2:
+    if groups.advantage == "rloo" and groups.min_group_size < 2 and settings.mode == "grpo":
         yield ("groups", "min_group_size"), 'groups.advantage "rloo" compares a rollout with the others: at least 2'
     if groups.zero_variance == "drop" and groups.num_generations == 1:
         yield ("groups", "zero_variance"), '"drop" with groups.num_generations = 1 would drop every group'
@@ -124,10 +129,24 @@ def _group_problems(settings: Settings) -> Iterator[Found]:
 
 
 def _reward_problems(settings: Settings) -> Iterator[Found]:
-    if not settings.rewards:
+    if not (settings.rewards or settings.program.scores_itself or settings.mode == "distillation"):
         yield ("rewards",), "at least one [[rewards]] table is required: without it no group can be scored"
     seen: set[str] = set()
     for position, reward in enumerate(settings.rewards):
+        if reward.name == OWN_REWARD:
+            yield ("rewards", position, "name"), f'"{OWN_REWARD}" is the name of what a rollout brings along itself'
         if reward.name in seen:
             yield ("rewards", position, "name"), f'"{reward.name}" is used twice; names tell rewards apart'
         seen.add(reward.name)
+
+
+def _teacher_problems(settings: Settings) -> Iterator[Found]:
+    if settings.mode == "distillation" and not settings.teachers:
+        yield ("teachers",), 'mode "distillation" needs at least one [[teachers]] table'
+    if settings.mode != "distillation" and settings.teachers:
+        yield ("teachers",), 'teachers score in mode "distillation" only'
+    seen: set[str] = set()
+    for position, teacher in enumerate(settings.teachers):
+        if teacher.id in seen:
+            yield ("teachers", position, "id"), f'"{teacher.id}" is used twice; rows name their teacher by it'
+        seen.add(teacher.id)

@@ -39,6 +39,13 @@ def code_target(value: str) -> str:
     return value
 
 
+def environment_name(value: str) -> str:
+    """Checks that it can be a variable's name, or is empty. ValueError says what is wrong."""
+    if value and not (value.isascii() and value.isidentifier()):
+        raise ValueError("expected the name of an environment variable, not the key itself")
+    return value
+
+
 class EngineSettings(Table):
     """`[[engines]]`: one vLLM server."""
 
@@ -58,9 +65,7 @@ class EngineSettings(Table):
     @field_validator("api_key_env")
     @classmethod
     def _a_name(cls, value: str) -> str:
-        if value and not (value.isascii() and value.isidentifier()):
-            raise ValueError("expected the name of an environment variable, not the key itself")
-        return value
+        return environment_name(value)
 
 
 class PromptsSettings(Table):
@@ -151,18 +156,85 @@ class DispatchSettings(Table):
 
 
 class ProgramSettings(Table):
-    """`[program]`: how one rollout is made. This version makes rollouts of one turn."""
+    """`[program]`: how one rollout is made; by default one turn of generation."""
 
-    target: str = Field(default="", description='"package.module:function"; empty: one turn.')
-    tools: list[str] = Field(default=[], max_length=128, description='"package.module:function" each.')
+    target: str = Field(
+        default="", max_length=512, description='"package.module:function": makes the rollout, `def` or `async def`.'
+    )
+    tools: list[str] = Field(
+        default=[], max_length=128, description='"package.module:function" each: what the policy may call in turns.'
+    )
+    openenv: str = Field(default="", description="URL of an OpenEnv server: each rollout is an episode there.")
     max_turns: int = Field(default=8, ge=1, le=1000, description="Most turns of generation of one rollout.")
+    tool_timeout_s: float = Field(default=30.0, ge=0.01, le=DAY_S, description="Deadline of one tool or step call.")
+    fork_threshold_tokens: int = Field(
+        default=1024,
+        ge=0,
+        le=2**31 - 1,
+        description="Where rendering a rollout's history again changes fewer tokens of its last answer, they become "
+        "context; otherwise the rollout goes on in a sample of its own.",
+    )
+    threads: int = Field(
+        default=64, ge=1, le=4096, description="Plain `def` programs and tools that run at once, each in a thread."
+    )
+    grace_s: float = Field(
+        default=5.0, ge=0, le=3600, description="How long a cancelled thread may go on before its place is made good."
+    )
 
-    @field_validator("target", "tools")
+    @field_validator("target")
     @classmethod
-    def _later(cls, value: str | list[str]) -> str | list[str]:
+    def _function(cls, value: str) -> str:
+        return code_target(value) if value else value
+
+    @field_validator("tools")
+    @classmethod
+    def _functions(cls, value: list[str]) -> list[str]:
+        return [code_target(tool) for tool in value]
+
+    @field_validator("openenv")
+    @classmethod
+    def _server(cls, value: str) -> str:
         if value:
-            raise ValueError("programs and tools are not yet available in this version; leave it empty")
+            http_url(value)
         return value
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if sum(map(bool, (self.target, self.tools, self.openenv))) > 1:
+            raise ValueError("expected one of target, tools and openenv: each of them makes the whole rollout")
+        return self
+
+    @property
+    def scores_itself(self) -> bool:
+        """Whether a rollout can bring a reward of its own along."""
+        return bool(self.target or self.openenv)
+
+
+class TeacherSettings(Table):
+    """`[[teachers]]`: one vLLM server whose logprobs of every completion are delivered (mode "distillation")."""
+
+    id: str = Field(
+        default="teacher",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$",
+        description="What a row's teacher_id names: letters, digits, `_`, `.` and `-`, at most 64.",
+    )
+    url: str = Field(description="Base URL, without /v1.")
+    model: str = Field(default="", max_length=512, description="Empty: what its /v1/models serves.")
+    top_k: int = Field(default=8, ge=1, le=1000, description="Most likely tokens beside the sampled one.")
+    max_inflight: int = Field(default=32, ge=1, le=MAX_SLOTS, description="Requests at once to this teacher.")
+    timeout_s: float = Field(default=120.0, ge=0.01, le=DAY_S, description="Deadline of one request.")
+    max_attempts: int = Field(default=3, ge=1, le=100, description="Requests for one sample, at most.")
+    api_key_env: str = Field(default="", description="Name of the environment variable that holds its API key.")
+
+    @field_validator("url")
+    @classmethod
+    def _one_spelling(cls, value: str) -> str:
+        return engine_url(value)
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _a_name(cls, value: str) -> str:
+        return environment_name(value)
 
 
 class RewardSettings(Table):

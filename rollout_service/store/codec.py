@@ -18,7 +18,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollout_service.core.model import FailedRollout, FailureReason, FinishedRollout, FinishReason, Prompt, Turn
+from rollout_service.core.model import (
+    FORK_THRESHOLD_TOKENS,
+    FailedRollout,
+    FailureReason,
+    FinishedRollout,
+    FinishReason,
+    Prompt,
+    TeacherTokens,
+    Turn,
+)
 from rollout_service.core.records import GroupScore, RowScore
 
 FORMAT = 1
@@ -45,6 +54,7 @@ class _Turn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     message: Any
     weight_versions: Any
     engine: str
+    version: int | None = None
 
 
 class _Finished(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -54,6 +64,8 @@ class _Finished(msgspec.Struct, array_like=True, frozen=True, gc=False):
     metrics: dict[str, float]
     logprobs_mode: str | None
     sampling: Any = None
+    reward: float | None = None
+    fork_threshold: int = FORK_THRESHOLD_TOKENS
 
 
 class _Failed(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -75,10 +87,18 @@ class _Prompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
     sampling: Any
 
 
+class _Teacher(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    teacher_id: str
+    ids: memoryview
+    logprobs: memoryview
+    columns: int
+
+
 class _RowScore(msgspec.Struct, array_like=True, frozen=True, gc=False):
     reward: float | None
     rewards: dict[str, float | None]
     advantage: float
+    teacher: list[_Teacher] = []
 
 
 class _Score(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -135,12 +155,15 @@ def decode_finished(data: bytes, index: int) -> FinishedRollout:
                 message=turn.message,
                 weight_versions=tuple(turn.weight_versions),
                 engine=turn.engine,
+                version=turn.version,
             )
             for turn in shape.turns
         ),
         metrics=shape.metrics,
         logprobs_mode=shape.logprobs_mode,
         sampling=shape.sampling or {},
+        reward=shape.reward,
+        fork_threshold=shape.fork_threshold,
     )
 
 
@@ -192,7 +215,15 @@ def decode_prompt(data: bytes) -> Prompt:
 
 def encode_score(score: GroupScore) -> bytearray:
     rows = {
-        index: _RowScore(reward=row.reward, rewards=dict(row.rewards), advantage=row.advantage)
+        index: _RowScore(
+            reward=row.reward,
+            rewards=dict(row.rewards),
+            advantage=row.advantage,
+            teacher=[
+                _Teacher(teacher_id=t.teacher_id, ids=_raw(t.ids), logprobs=_raw(t.logprobs), columns=t.columns)
+                for t in row.teacher
+            ],
+        )
         for index, row in score.rows.items()
     }
     errors = {name: printable(error) for name, error in score.errors.items()}
@@ -203,7 +234,17 @@ def decode_score(data: bytes) -> GroupScore:
     shape = _unpack(_SCORE, data)
     return GroupScore(
         rows={
-            index: RowScore(reward=row.reward, rewards=row.rewards, advantage=row.advantage)
+            index: RowScore(
+                reward=row.reward,
+                rewards=row.rewards,
+                advantage=row.advantage,
+                teacher=tuple(
+                    TeacherTokens(
+                        teacher_id=t.teacher_id, ids=_ints(t.ids), logprobs=_floats(t.logprobs), columns=t.columns
+                    )
+                    for t in row.teacher
+                ),
+            )
             for index, row in shape.rows.items()
         },
         mean=shape.mean,
@@ -236,12 +277,15 @@ def _finished(rollout: FinishedRollout, json_value: Any) -> _Finished:
                 message=json_value(turn.message),
                 weight_versions=json_value(turn.weight_versions),
                 engine=turn.engine,
+                version=turn.version,
             )
             for turn in rollout.turns
         ],
         metrics=rollout.metrics,  # type: ignore[arg-type]  # only encoded: any mapping will do
         logprobs_mode=rollout.logprobs_mode,
         sampling=json_value(rollout.sampling),
+        reward=rollout.reward,
+        fork_threshold=rollout.fork_threshold,
     )
 
 

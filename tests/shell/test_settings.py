@@ -100,7 +100,17 @@ def test_names_and_defaults_are_those_of_the_contract(load):
             "seed_per_attempt": False,
             "allow_raw_logprobs": False,
         },
-        "program": {"target": "", "tools": [], "max_turns": 8},
+        "program": {
+            "target": "",
+            "tools": [],
+            "openenv": "",
+            "max_turns": 8,
+            "tool_timeout_s": 30.0,
+            "fork_threshold_tokens": 1024,
+            "threads": 64,
+            "grace_s": 5.0,
+        },
+        "teachers": [],
         "rewards": [
             {"name": "accuracy", "function": "my_rewards:accuracy", "url": "", "weight": 1.0, "timeout_s": 30.0}
         ],
@@ -339,7 +349,13 @@ def test_the_command_line_is_named_as_the_origin(refusal):
     [
         (REWARD, "engines: at least one [[engines]] table is required"),
         (ENGINE, "rewards: at least one [[rewards]] table is required: without it no group can be scored"),
-        ('mode = "distillation"\n' + LEAST, 'mode: "distillation" is not yet available in this version'),
+        ('mode = "distillation"\n' + LEAST, 'teachers: mode "distillation" needs at least one [[teachers]] table'),
+        (LEAST + '[[teachers]]\nurl = "http://t"\n', 'teachers: teachers score in mode "distillation" only'),
+        (
+            'mode = "distillation"\n' + LEAST + '[[teachers]]\nurl = "http://t"\n[[teachers]]\nurl = "http://u"\n',
+            'teachers[1].id: "teacher" is used twice',
+        ),
+        (LEAST + '[[teachers]]\nid = "t"\n', "teachers[0].url"),
         ('mode = "ppo"\n' + LEAST, "mode: expected 'grpo' or 'distillation', got \"ppo\""),
         (LEAST + "[groups]\nnum_generations = 3\nmin_group_size = 4\n", "3 is below groups.min_group_size (4)"),
         (
@@ -351,8 +367,10 @@ def test_the_command_line_is_named_as_the_origin(refusal):
             'groups.zero_variance: "drop" with groups.num_generations = 1 would drop every group',
         ),
         (LEAST + '[dispatch]\nadmission = "pace"\n', 'dispatch.groups_per_step: dispatch.admission "pace" needs'),
-        (LEAST + '[program]\ntarget = "m:f"\n', "program.target: programs and tools are not yet available"),
-        (LEAST + '[program]\ntools = ["m:f"]\n', "program.tools: programs and tools are not yet available"),
+        (LEAST + '[program]\ntarget = "m.f"\n', 'program.target: expected "package.module:name"'),
+        (LEAST + '[program]\ntools = ["m:f", "f"]\n', 'program.tools: expected "package.module:name"'),
+        (LEAST + '[program]\ntools = ["m:f"]\ntarget = "m:g"\n', "program: expected one of target, tools and openenv"),
+        (LEAST + '[program]\nopenenv = "ws://e"\n', "program.openenv: expected an http:// or https:// URL"),
         (LEAST + '[store]\nurl = "postgresql://u:secret@h/db"\n', "store.url: PostgreSQL is not yet available"),
         (LEAST + '[store]\nurl = "postgresql+psycopg://h/db"\n', "store.url: PostgreSQL is not yet available"),
         (LEAST + '[store]\nurl = "mysql://h/db"\n', "store.url: expected sqlite:/// and the path of a file"),
