@@ -21,11 +21,20 @@ from rollout_service.core.group import GroupPolicy, OnStale
 from rollout_service.core.scheduler import Admission, Policy
 from rollout_service.core.scoring import ScoringRules, ZeroVariance
 from rollout_service.engines import EngineSpec, Fleet, FleetSettings
+from rollout_service.loading import LoadedFunction, load_first_in
 from rollout_service.metrics import Metrics
-from rollout_service.orchestrator import Orchestrator, PolicyUpdates, Rules
+from rollout_service.orchestrator import Orchestrator, PolicyUpdates, RolloutRunner, Rules
 from rollout_service.prompts import PromptFile, content_digest
 from rollout_service.rewards import RewardScorer, RewardSpec
-from rollout_service.rollouts import SamplingDefaults, SingleTurn, SingleTurnSettings
+from rollout_service.rollouts import (
+    Engines,
+    ProgramRunner,
+    ProgramSettings,
+    SamplingDefaults,
+    SingleTurn,
+    SingleTurnSettings,
+    Threads,
+)
 from rollout_service.settings import Settings
 from rollout_service.store import open_store
 
@@ -52,10 +61,11 @@ class Parts:
             on_change=self._engines_changed,
             version=lambda: self.orchestrator.version,
         )
+        self.threads = Threads(settings.program.threads, grace_s=settings.program.grace_s)
         self.orchestrator = Orchestrator(
             rules(settings),
             store=open_store(settings.store.url, max_staleness=settings.groups.max_staleness),
-            runner=SingleTurn(self.fleet, _single_turn_settings(settings)),
+            runner=make_runner(settings, config_dir, self.fleet, self.threads),
             scorer=self.scorer,
             engines=self.fleet,
             observer=self.metrics,
@@ -63,7 +73,7 @@ class Parts:
             digest=content_digest if self.source is not None else None,
         )
         self.updates = PolicyUpdates(self.orchestrator, self.fleet, allowed_paths=settings.weights.allowed_paths)
-        self.metrics.watch(self.orchestrator.status, self.fleet)
+        self.metrics.watch(self.orchestrator.status, self.fleet, self.threads.counts)
         self._lag: asyncio.Task[None] | None = None
         self._started = self._opened = self._orchestrating = False
 
@@ -130,6 +140,7 @@ def create_app(settings: Settings, parts: Parts) -> FastAPI:
         updates=parts.updates,
         fleet=parts.fleet,
         metrics=parts.metrics,
+        threads=parts.threads.counts,
     )
     return build_api(context, lifespan)
 
@@ -147,6 +158,12 @@ def open_prompts(settings: Settings) -> PromptFile | None:
     )
 
 
+def load_program(settings: Settings, config_dir: Path | None) -> LoadedFunction | None:
+    """What makes a rollout of many turns; None: one turn does. Raises ConfigError."""
+    target = settings.program.target
+    return load_first_in(_path(config_dir), "program.target", target) if target else None
+
+
 def make_scorer(settings: Settings, config_dir: Path | None, metrics: Metrics) -> RewardScorer:
     """The rewards; their modules are looked for in `config_dir` first. Raises ConfigError."""
     return RewardScorer(
@@ -161,9 +178,14 @@ def make_scorer(settings: Settings, config_dir: Path | None, metrics: Metrics) -
             for reward in settings.rewards
         ],
         processes=settings.reward_workers.processes,
-        path=[] if config_dir is None else [str(config_dir)],
+        path=_path(config_dir),
         on_error=metrics.reward_error,
     )
+
+
+def _path(config_dir: Path | None) -> list[str]:
+    """Where modules of the user's are looked for first."""
+    return [] if config_dir is None else [str(config_dir)]
 
 
 def rules(settings: Settings) -> Rules:
@@ -218,10 +240,25 @@ def _fleet_settings(settings: Settings) -> FleetSettings:
     )
 
 
-def _single_turn_settings(settings: Settings) -> SingleTurnSettings:
+def make_runner(settings: Settings, config_dir: Path | None, engines: Engines, threads: Threads) -> RolloutRunner:
+    """How rollouts are made; the program's module is looked for in `config_dir` first. Raises ConfigError."""
     sampling = settings.sampling
     defaults = SamplingDefaults(**sampling.request_fields(), seed_per_attempt=sampling.seed_per_attempt or None)
-    return SingleTurnSettings(rollout_timeout_s=settings.dispatch.rollout_timeout_s, sampling=defaults)
+    program = load_program(settings, config_dir)
+    if program is None:
+        limits = SingleTurnSettings(rollout_timeout_s=settings.dispatch.rollout_timeout_s, sampling=defaults)
+        return SingleTurn(engines, limits)
+    return ProgramRunner(
+        program.call,
+        in_thread=not program.is_async,
+        engines=engines,
+        threads=threads,
+        settings=ProgramSettings(
+            rollout_timeout_s=settings.dispatch.rollout_timeout_s,
+            fork_threshold=settings.program.fork_threshold_tokens,
+            sampling=defaults,
+        ),
+    )
 
 
 async def _within(seconds: float, what: str, ending: Awaitable[None]) -> None:

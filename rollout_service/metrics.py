@@ -31,6 +31,7 @@ this process and start at 0 with it, except `rollout_submitted_groups_total`, wh
 | rollout_oldest_outstanding_age_seconds | age of the oldest group that has not ended |
 | rollout_engine_up{engine}, rollout_engine_load{engine}, rollout_engine_slots{engine} | health, requests, bound |
 | rollout_engine_behind{engine} | 1 while an engine reports older weights than the policy version, or missed an update |
+| rollout_threads{state} | threads of programs and tools: free, busy, or stuck (told to end, and going on) |
 | rollout_build_info{version,python} | always 1 |
 
 | histogram | why its buckets |
@@ -92,6 +93,19 @@ class Fleet(Protocol):
     def describe(self) -> list[dict[str, Any]]: ...
 
 
+class ThreadCounts(Protocol):
+    """What the gauge of threads is read from."""
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def busy(self) -> int: ...
+
+    @property
+    def stuck(self) -> int: ...
+
+
 class Metrics:
     """Observer of the orchestrator, events of the engines, and the page for Prometheus."""
 
@@ -148,9 +162,11 @@ class Metrics:
         info = Gauge("rollout_build_info", "Always 1", ["version", "python"], registry=registry)
         info.labels(__version__, platform.python_version()).set(1)
 
-    def watch(self, status: Callable[[], StatusView], fleet: Fleet) -> None:
+    def watch(
+        self, status: Callable[[], StatusView], fleet: Fleet, threads: Callable[[], ThreadCounts] | None = None
+    ) -> None:
         """Read the gauges from these whenever somebody scrapes."""
-        self.registry.register(_Gauges(status, fleet))
+        self.registry.register(_Gauges(status, fleet, threads))
 
     def page(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type, as `accept` wants it. Call on the event loop: the gauges are read here."""
@@ -257,8 +273,10 @@ class Metrics:
 class _Gauges(Collector):
     """The run as it is at the scrape."""
 
-    def __init__(self, status: Callable[[], StatusView], fleet: Fleet) -> None:
-        self._status, self._fleet = status, fleet
+    def __init__(
+        self, status: Callable[[], StatusView], fleet: Fleet, threads: Callable[[], ThreadCounts] | None
+    ) -> None:
+        self._status, self._fleet, self._threads = status, fleet, threads
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: asking the run before it has started would be too early."""
@@ -286,6 +304,10 @@ class _Gauges(Collector):
             ("rollout_oldest_outstanding_age_seconds", "Age of the oldest group that has not ended", oldest),
         ):
             yield GaugeMetricFamily(name, text, float(value))
+        if self._threads is not None:
+            counted = self._threads()
+            states = {"free": counted.total - counted.busy, "busy": counted.busy, "stuck": counted.stuck}
+            yield _labelled("rollout_threads", "Threads of programs and tools", "state", states)
         engines = self._fleet.describe()
         up = {engine["id"]: engine["healthy"] for engine in engines}
         yield _labelled("rollout_engine_up", "1 while healthy", "engine", up)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, cast
 
@@ -77,6 +77,27 @@ class Fleet(Protocol):
     def healthy_capacity(self) -> int: ...
 
 
+class ThreadCounts(Protocol):
+    """Threads of programs and tools."""
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def busy(self) -> int: ...
+
+    @property
+    def stuck(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+
+def no_threads() -> ThreadCounts | None:
+    """Where nothing runs in threads."""
+    return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
     """Everything a route may use."""
@@ -86,6 +107,7 @@ class Context:
     updates: Updates
     fleet: Fleet
     metrics: Metrics
+    threads: Callable[[], ThreadCounts | None] = no_threads
 
 
 def _context(request: Request) -> Context:

@@ -335,6 +335,13 @@ class LeasesAnswer(Answer):
     waiting_calls: int
 
 
+class ThreadsAnswer(Answer):
+    total: int = Field(description="Places for threads of programs and tools.")
+    busy: int
+    waiting: int = Field(description="Rollouts and tool calls that wait for a place.")
+    stuck: int = Field(description="Threads that were told to end more than program.grace_s ago, and go on.")
+
+
 class StatusAnswer(Answer):
     policy_version: int
     max_staleness: int
@@ -350,6 +357,7 @@ class StatusAnswer(Answer):
     oldest_outstanding: OldestAnswer | None
     leases: LeasesAnswer
     store: StoreAnswer
+    threads: ThreadsAnswer | None = None
     engines: list[dict[str, Any]]
 
 

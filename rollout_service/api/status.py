@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_service.api.context import Ctx
+from rollout_service.api.context import Ctx, ThreadCounts
 from rollout_service.api.problems import declared
 from rollout_service.api.routing import router
 from rollout_service.api.schemas import (
@@ -12,6 +12,7 @@ from rollout_service.api.schemas import (
     SlotsAnswer,
     StatusAnswer,
     StoreAnswer,
+    ThreadsAnswer,
 )
 from rollout_service.api.wire import timestamp
 from rollout_service.core.changes import Halt
@@ -42,6 +43,7 @@ async def get_status(ctx: Ctx) -> StatusAnswer:
         oldest_outstanding=_oldest(view.oldest, view.now),
         leases=LeasesAnswer(live=view.leases, waiting_calls=view.waiting_lease_calls),
         store=StoreAnswer(ok=view.store_ok, error=view.store_error),
+        threads=_threads(ctx.threads()),
         engines=ctx.fleet.describe(),
     )
 
@@ -56,6 +58,12 @@ def halt_answer(halt: Halt | None) -> HaltAnswer | None:
         error=halt.error,
         since=timestamp(halt.since),
     )
+
+
+def _threads(counts: ThreadCounts | None) -> ThreadsAnswer | None:
+    if counts is None:
+        return None
+    return ThreadsAnswer(total=counts.total, busy=counts.busy, waiting=counts.waiting, stuck=counts.stuck)
 
 
 def _oldest(group: Group | None, now: float) -> OldestAnswer | None:

@@ -176,6 +176,7 @@ class Fleet:
             clock=self._clock,
             random=random.random,
             sending=self._sending,
+            version=self._version,
         )
         return await generation.run()
 

@@ -10,7 +10,7 @@ import itertools
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 from typing import Any
@@ -51,6 +51,8 @@ class GenerateRequest:
     """Complete: what `effective_sampling` gives."""
     text_wanted: bool = False
     """For a prompt given as ids: ask the engine for its text at the same time."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further members of the body: `tools`, `tool_choice`."""
 
     @property
     def route(self) -> Route:
@@ -82,6 +84,7 @@ def encode_body(request: GenerateRequest, request_id: str, model: str) -> bytes:
         body["logprobs"] = 0
     body["return_token_ids"] = True
     body.update(request.sampling)
+    body.update(request.extra)
     if body.pop(SEED_PER_ATTEMPT, False):
         # From the id, which is new for every request: equal seeds would make the rollouts of a group equal.
         body["seed"] = int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest()) >> 1

@@ -70,6 +70,8 @@ class Answer:
     wasted_tokens: int
     """Tokens of the attempts before, as far as known."""
     logprobs_mode: str | None
+    policy_version: int
+    """Current when the request that succeeded was sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +121,7 @@ class Generation:
         clock: Callable[[], float],
         random: Callable[[], float],
         sending: Callable[[GenerateRequest, Member], None],
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
         self._request = request
         self._slots = slots
@@ -131,6 +134,8 @@ class Generation:
         self._clock = clock
         self._random = random
         self._sending = sending
+        self._version = version
+        self._sent_at_version = 0
         self._attempts = 0
         self._uncounted = 0
         self._wasted = 0
@@ -173,6 +178,7 @@ class Generation:
         timeout_s = min(self._request_timeout_s, max(0.001, self._deadline.remaining()))
         request_id = self._ids.next(self._request.tag)
         sent_at = self._clock()
+        self._sent_at_version = self._version()
         turn = await member.engine.generate(self._request, request_id, timeout_s=timeout_s, fresh=fresh)
         self._events.request_done(self._clock() - sent_at)
         return turn
@@ -186,6 +192,7 @@ class Generation:
             attempts=self._attempts + 1,
             wasted_tokens=self._wasted,
             logprobs_mode=info.logprobs_mode if info else None,
+            policy_version=self._sent_at_version,
         )
 
     async def _judge(self, fault: EngineFault, member: Member) -> float:

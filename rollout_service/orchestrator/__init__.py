@@ -3,6 +3,7 @@
 from rollout_service.orchestrator.checkpoint_calls import Rewound
 from rollout_service.orchestrator.lease_calls import HungUp
 from rollout_service.orchestrator.orchestrator import Orchestrator
+from rollout_service.orchestrator.parts import RolloutRunner
 from rollout_service.orchestrator.policy_updates import PolicyUpdates
 from rollout_service.orchestrator.views import (
     GroupView,
@@ -23,6 +24,7 @@ __all__ = [
     "Orchestrator",
     "PolicyUpdates",
     "Rewound",
+    "RolloutRunner",
     "Rules",
     "StatusView",
     "Submission",

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
+from rollout_service.loading import LoadedFunction, clean
 from rollout_service.rewards.fields import GroupFields, unpack
-from rollout_service.rewards.loading import RewardFunction
 from rollout_service.rewards.outcome import (
     Outcome,
-    clean,
     outcome_of_error,
     outcome_of_values,
     timed_out,
@@ -52,7 +51,7 @@ class SyncFunction:
 class AsyncFunction:
     """Awaited in this loop, as a task of its own: so its cancellations are told apart from its caller's."""
 
-    def __init__(self, function: RewardFunction, timeout_s: float) -> None:
+    def __init__(self, function: LoadedFunction, timeout_s: float) -> None:
         self._function = function
         self._timeout_s = timeout_s
         self._running: set[asyncio.Task[Outcome]] = set()

@@ -14,9 +14,10 @@ from typing import Any
 
 from msgspec import Struct
 
-MAX_MESSAGE = 2_000
+from rollout_service.loading import clean
+
 MAX_TRACEBACK = 16_000
-"""Characters kept of a message and of a traceback's end: for people, and bounded."""
+"""Characters kept of a traceback's end: for people, and bounded."""
 
 
 class Outcome(Struct, frozen=True, array_like=True, tag="outcome"):
@@ -59,11 +60,6 @@ def outcome_of_error(error: BaseException) -> Outcome:
     if not isinstance(error, Exception | SystemExit) or isinstance(error, concurrent.futures.CancelledError):
         return Outcome(cancelled=message, traceback=text)
     return Outcome(error=message, traceback=text)
-
-
-def clean(text: str, limit: int = MAX_MESSAGE) -> str:
-    """The text as valid Unicode of at most `limit` characters: messages of user code may hold lone surrogates."""
-    return text[:limit].encode("utf-8", "replace").decode("utf-8")
 
 
 def _rewards(values: Any, n: int) -> list[float | None]:

@@ -7,8 +7,6 @@ reward that fails scored nobody in this group, and only in this group: it is nam
 from __future__ import annotations
 
 import asyncio
-import importlib
-import sys
 from collections.abc import Callable, Sequence
 
 import httpx
@@ -16,9 +14,9 @@ import structlog
 
 from rollout_service.core.model import ScoreJob, Scores
 from rollout_service.errors import ConfigError
+from rollout_service.loading import LoadedFunction, load_first_in
 from rollout_service.rewards.fields import FIELDS, GroupFields
 from rollout_service.rewards.kinds import AsyncFunction, Reward, SyncFunction, Webhook
-from rollout_service.rewards.loading import RewardFunction, load
 from rollout_service.rewards.outcome import Outcome, outcome_of_error
 from rollout_service.rewards.pool import WorkerPool
 from rollout_service.rewards.spec import RewardSpec
@@ -147,11 +145,8 @@ class RewardScorer:
             await pool.stop()
         return rewards
 
-    def _load_here(self, name: str, function: str) -> RewardFunction:
-        if sys.path[: len(self._path)] != self._path:  # as the workers have it
-            sys.path[:0] = self._path
-        importlib.invalidate_caches()
-        return load(name, function, self._path)
+    def _load_here(self, name: str, function: str) -> LoadedFunction:
+        return load_first_in(self._path, f'reward "{name}"', function)  # as the workers have it
 
     def _client_for(self, name: str, url: str) -> httpx.AsyncClient:
         try:

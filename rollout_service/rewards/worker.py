@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, BinaryIO
 
 from rollout_service.errors import ConfigError
+from rollout_service.loading import LoadedFunction, load
 from rollout_service.rewards.fields import unpack
-from rollout_service.rewards.loading import RewardFunction, load
 from rollout_service.rewards.outcome import Outcome, outcome_of_error, outcome_of_values
 from rollout_service.rewards.wire import LENGTH, Ready, Refused, frame, read_call, read_setup
 
@@ -39,7 +39,7 @@ def main(protocol_fd: int, lifeline_fd: int) -> None:
         setup = read_setup(first)
         sys.path[:0] = setup.path
         try:
-            functions = [load(name, target, setup.path) for name, target in setup.functions]
+            functions = [load(f'reward "{name}"', target, setup.path) for name, target in setup.functions]
         except ConfigError as error:
             service.sendall(frame(Refused(error=str(error))))
             return
@@ -48,7 +48,7 @@ def main(protocol_fd: int, lifeline_fd: int) -> None:
             service.sendall(frame(_score(functions, body)))
 
 
-def _score(functions: Sequence[RewardFunction], body: bytes) -> Outcome:
+def _score(functions: Sequence[LoadedFunction], body: bytes) -> Outcome:
     number, packed = read_call(body)
     function = functions[number]
     try:

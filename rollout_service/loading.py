@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollout_service.errors import ConfigError
-from rollout_service.rewards.outcome import clean
 
+MAX_MESSAGE = 2_000
+"""Characters of what user code says that are kept."""
 _LOADER_FILES = (__file__, importlib.__file__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RewardFunction:
-    """A reward function, looked at once."""
+class LoadedFunction:
+    """A function of the user's, looked at once."""
 
     call: Callable[..., Any]
     is_async: bool
@@ -25,25 +27,32 @@ class RewardFunction:
     """Names it takes; None: it has **kwargs and takes every field."""
 
 
-def load(name: str, target: str, path: Sequence[str]) -> RewardFunction:
-    """Imports the target of reward `name`; `path` (entries already in front of sys.path) is only for the message."""
-    reward = f'reward "{name}"'
+def load_first_in(path: Sequence[str], what: str, target: str) -> LoadedFunction:
+    """As `load`, with `path` in front of sys.path from here on."""
+    if sys.path[: len(path)] != list(path):
+        sys.path[:0] = path
+    importlib.invalidate_caches()
+    return load(what, target, path)
+
+
+def load(what: str, target: str, path: Sequence[str]) -> LoadedFunction:
+    """Imports `target` for `what`; `path` (entries already in front of sys.path) is only for the message."""
     module_name, colon, attribute = target.partition(":")
     if not (colon and module_name and attribute):
-        raise ConfigError(f'{reward}: function "{target}" is not of the form package.module:function')
+        raise ConfigError(f'{what}: function "{target}" is not of the form package.module:function')
     try:
         found: Any = importlib.import_module(module_name)
     except BaseException as error:  # a module may raise anything while it is imported, SystemExit included
-        raise ConfigError(f"{reward}: {_import_fault(module_name, error, path)}") from error
+        raise ConfigError(f"{what}: {_import_fault(module_name, error, path)}") from error
     origin = getattr(found, "__file__", None) or "built in"
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{reward}: module {module_name} ({origin}) has no function {attribute!r}")
+            raise ConfigError(f"{what}: module {module_name} ({origin}) has no function {attribute!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{reward}: {attribute!r} in module {module_name} ({origin}) is not a function")
+        raise ConfigError(f"{what}: {attribute!r} in module {module_name} ({origin}) is not a function")
     is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
-    return RewardFunction(call=found, is_async=is_async, accepts=_accepted(found))
+    return LoadedFunction(call=found, is_async=is_async, accepts=_accepted(found))
 
 
 def _import_fault(module: str, error: BaseException, path: Sequence[str]) -> str:
@@ -61,6 +70,11 @@ def _where(error: BaseException) -> str:
     if not frames or frames[-1].filename in _LOADER_FILES:
         return ""
     return f" ({frames[-1].filename}, line {frames[-1].lineno})"
+
+
+def clean(text: str, limit: int = MAX_MESSAGE) -> str:
+    """The text as valid Unicode of at most `limit` characters: messages of user code may hold lone surrogates."""
+    return text[:limit].encode("utf-8", "replace").decode("utf-8")
 
 
 def _accepted(function: Callable[..., Any]) -> frozenset[str] | None:
