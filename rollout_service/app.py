@@ -21,22 +21,27 @@ from rollout_service.core.group import GroupPolicy, OnStale
 from rollout_service.core.scheduler import Admission, Policy
 from rollout_service.core.scoring import ScoringRules, ZeroVariance
 from rollout_service.engines import EngineSpec, Fleet, FleetSettings
-from rollout_service.loading import LoadedFunction, load_first_in
+from rollout_service.loading import load_first_in
 from rollout_service.metrics import Metrics
 from rollout_service.orchestrator import Orchestrator, PolicyUpdates, RolloutRunner, Rules
-from rollout_service.prompts import PromptFile, content_digest
+from rollout_service.prompts import PromptFile, content_digest, row_rules
 from rollout_service.rewards import RewardScorer, RewardSpec
 from rollout_service.rollouts import (
     Engines,
+    Program,
     ProgramRunner,
     ProgramSettings,
     SamplingDefaults,
     SingleTurn,
     SingleTurnSettings,
     Threads,
+    ToolBox,
+    load_tools,
+    tool_program,
 )
 from rollout_service.settings import Settings
 from rollout_service.store import open_store
+from rollout_service.teachers import TeacherScorer, TeacherSpec
 
 STOP_ORCHESTRATOR_S = 6.0
 """Aborting at the engines and the last commit; a stop as a whole has 10 s."""
@@ -51,9 +56,13 @@ class Parts:
     def __init__(self, settings: Settings, config_dir: Path | None = None) -> None:
         """Checks and opens what needs no event loop and no engine. Raises ConfigError."""
         self.settings = settings
-        self.metrics = Metrics(rewards=[reward.name for reward in settings.rewards])
+        self.metrics = Metrics(
+            rewards=[reward.name for reward in settings.rewards],
+            teachers=[teacher.id for teacher in settings.teachers],
+            samples_alone=settings.mode == "distillation",
+        )
         self.source = open_prompts(settings)
-        self.scorer = make_scorer(settings, config_dir, self.metrics)
+        self.scorer = with_teachers(settings, make_scorer(settings, config_dir, self.metrics), self.metrics)
         self.fleet = Fleet(
             _engine_specs(settings),
             _fleet_settings(settings),
@@ -153,15 +162,20 @@ def open_prompts(settings: Settings) -> PromptFile | None:
         settings.prompts.path,
         epochs=settings.prompts.epochs,
         shuffle_seed=settings.prompts.shuffle_seed,
-        num_generations=settings.groups.num_generations,
-        min_group_size=settings.groups.min_group_size,
+        **row_rules(settings),
     )
 
 
-def load_program(settings: Settings, config_dir: Path | None) -> LoadedFunction | None:
+def load_program(settings: Settings, config_dir: Path | None, threads: Threads) -> Program | None:
     """What makes a rollout of many turns; None: one turn does. Raises ConfigError."""
-    target = settings.program.target
-    return load_first_in(_path(config_dir), "program.target", target) if target else None
+    program = settings.program
+    if program.target:
+        loaded = load_first_in(_path(config_dir), "program.target", program.target)
+        return Program(call=loaded.call, in_thread=not loaded.is_async)
+    if program.tools:
+        tools = ToolBox(load_tools(program.tools, _path(config_dir)), threads=threads, timeout_s=program.tool_timeout_s)
+        return Program(call=tool_program(tools, max_turns=program.max_turns), in_thread=False)
+    return None
 
 
 def make_scorer(settings: Settings, config_dir: Path | None, metrics: Metrics) -> RewardScorer:
@@ -183,18 +197,44 @@ def make_scorer(settings: Settings, config_dir: Path | None, metrics: Metrics) -
     )
 
 
+def with_teachers(settings: Settings, rewards: RewardScorer, metrics: Metrics) -> RewardScorer | TeacherScorer:
+    """The rewards alone, or in distillation beside the teachers."""
+    if settings.mode != "distillation":
+        return rewards
+    specs = [
+        TeacherSpec(
+            id=teacher.id,
+            url=teacher.url,
+            model=teacher.model,
+            top_k=teacher.top_k,
+            max_inflight=teacher.max_inflight,
+            timeout_s=teacher.timeout_s,
+            max_attempts=teacher.max_attempts,
+            api_key=os.environ.get(teacher.api_key_env, ""),
+        )
+        for teacher in settings.teachers
+    ]
+    return TeacherScorer(specs, rewards=rewards, on_error=metrics.teacher_error)
+
+
 def _path(config_dir: Path | None) -> list[str]:
     """Where modules of the user's are looked for first."""
     return [] if config_dir is None else [str(config_dir)]
 
 
 def rules(settings: Settings) -> Rules:
-    """The rules of the run, in the core's words."""
+    """The rules of the run, in the core's words.
+
+    In distillation a group is one rollout: one is enough, there is no baseline to compare it with, and one that failed
+    costs itself and halts nothing; only many in a row that failed or were dropped do.
+    """
     groups, dispatch = settings.groups, settings.dispatch
+    alone = settings.mode == "distillation"
+    least = 1 if alone else groups.min_group_size
     policy = Policy(
         group=GroupPolicy(
             max_staleness=groups.max_staleness,
-            min_group_size=groups.min_group_size,
+            min_group_size=least,
             on_stale=OnStale(groups.on_stale),
             max_group_attempts=groups.max_group_attempts,
         ),
@@ -202,20 +242,27 @@ def rules(settings: Settings) -> Rules:
         max_ready_groups=groups.max_ready_groups,
         max_ready_bytes=groups.max_ready_bytes,
         max_pending_groups=groups.max_pending_groups,
-        max_lease_bytes=settings.store.max_lease_bytes,
+        max_lease_bytes=_lease_bytes(settings),
         admission=Admission(dispatch.admission),
         groups_per_step=dispatch.groups_per_step,
         wait_for_version=dispatch.wait_for_version,
-        halt_after_failed_groups=groups.halt_after_failed_groups,
+        halt_after_failed_groups=0 if alone else groups.halt_after_failed_groups,
         halt_after_unproductive_groups=groups.halt_after_unproductive_groups,
     )
     scoring = ScoringRules(
         weights={reward.name: reward.weight for reward in settings.rewards},
-        method=AdvantageMethod(groups.advantage),
+        method=AdvantageMethod.NONE if alone else AdvantageMethod(groups.advantage),
         zero_variance=ZeroVariance(groups.zero_variance),
-        min_group_size=groups.min_group_size,
+        min_group_size=least,
+        distillation=alone,
     )
     return Rules(policy=policy, scoring=scoring, engine_wait_s=dispatch.engine_wait_s)
+
+
+def _lease_bytes(settings: Settings) -> int:
+    """The bound on a lease in the core's measure, which is 9 bytes a token: a teacher adds 8 a candidate to each."""
+    columns = max((teacher.top_k + 1 for teacher in settings.teachers), default=0)
+    return max(1, settings.store.max_lease_bytes * 9 // (9 + 8 * columns))
 
 
 def _engine_specs(settings: Settings) -> list[EngineSpec]:
@@ -244,13 +291,12 @@ def make_runner(settings: Settings, config_dir: Path | None, engines: Engines, t
     """How rollouts are made; the program's module is looked for in `config_dir` first. Raises ConfigError."""
     sampling = settings.sampling
     defaults = SamplingDefaults(**sampling.request_fields(), seed_per_attempt=sampling.seed_per_attempt or None)
-    program = load_program(settings, config_dir)
+    program = load_program(settings, config_dir, threads)
     if program is None:
         limits = SingleTurnSettings(rollout_timeout_s=settings.dispatch.rollout_timeout_s, sampling=defaults)
         return SingleTurn(engines, limits)
     return ProgramRunner(
-        program.call,
-        in_thread=not program.is_async,
+        program,
         engines=engines,
         threads=threads,
         settings=ProgramSettings(

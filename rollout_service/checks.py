@@ -8,6 +8,7 @@ from pathlib import Path
 from rollout_service.app import load_program, make_scorer, open_prompts
 from rollout_service.errors import ConfigError
 from rollout_service.metrics import Metrics
+from rollout_service.rollouts import Threads
 from rollout_service.settings import Settings
 
 
@@ -19,7 +20,7 @@ async def check_all(settings: Settings, config_dir: Path | None) -> None:
     prompts = await asyncio.to_thread(open_prompts, settings)
     if prompts is not None:
         prompts.close()
-    load_program(settings, config_dir)
+    load_program(settings, config_dir, Threads(1, grace_s=0))
     scorer = make_scorer(settings, config_dir, Metrics())
     try:
         await scorer.start()

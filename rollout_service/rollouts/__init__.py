@@ -2,15 +2,19 @@
 
 from rollout_service.rollouts.cancellation import RolloutCancelled
 from rollout_service.rollouts.context import Context, Reply, ThreadContext
-from rollout_service.rollouts.program import ProgramRunner, ProgramSettings
+from rollout_service.rollouts.program import Program, ProgramFault, ProgramRunner, ProgramSettings
 from rollout_service.rollouts.sampling import SAMPLING_KEYS, SamplingDefaults, effective_sampling
 from rollout_service.rollouts.single_turn import Engines, SingleTurn, SingleTurnSettings
 from rollout_service.rollouts.threads import ThreadCounts, Threads
+from rollout_service.rollouts.tool_loop import tool_program
+from rollout_service.rollouts.tools import ToolBox, load_tools
 
 __all__ = [
     "SAMPLING_KEYS",
     "Context",
     "Engines",
+    "Program",
+    "ProgramFault",
     "ProgramRunner",
     "ProgramSettings",
     "Reply",
@@ -21,5 +25,8 @@ __all__ = [
     "ThreadContext",
     "ThreadCounts",
     "Threads",
+    "ToolBox",
     "effective_sampling",
+    "load_tools",
+    "tool_program",
 ]

@@ -39,6 +39,16 @@ Row = Mapping[str, Any]
 AsyncProgram = Callable[[Context, Row], Awaitable[Any]]
 ThreadProgram = Callable[[ThreadContext, Row], Any]
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What makes rollouts."""
+
+    call: AsyncProgram | ThreadProgram
+    in_thread: bool
+    """A plain function, which blocks."""
+
+
 SUPERSEDED = "the rollout is no longer wanted: its group became stale, was cancelled, or the service ends"
 TIMED_OUT = "the rollout ran past its deadline"
 
@@ -71,16 +81,15 @@ class ProgramRunner:
 
     def __init__(
         self,
-        program: AsyncProgram | ThreadProgram,
+        program: Program,
         *,
-        in_thread: bool,
         engines: Engines,
         threads: Threads,
         settings: ProgramSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._program: Callable[[Any, Row], Any] = program
-        self._in_thread = in_thread
+        self._program: Callable[[Any, Row], Any] = program.call
+        self._in_thread = program.in_thread
         self._engines, self._threads, self._settings, self._clock = engines, threads, settings, clock
         self._left_behind: set[asyncio.Task[Any]] = set()
         """Programs that were told to end: a task nobody refers to may be collected half-way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 import time
 from array import array
@@ -27,6 +28,7 @@ from rollout_service.core.sequences import token_sequences
 from rollout_service.engines import Answer, GenerateRequest, GenerationFailed
 from rollout_service.rollouts import (
     Context,
+    Program,
     ProgramRunner,
     ProgramSettings,
     RolloutCancelled,
@@ -100,8 +102,7 @@ def job(prompt: Prompt | None = None, index: int = 1) -> RolloutJob:
 
 def runner(program: Any, engines: Engines, *, threads: Threads | None = None, **settings: Any) -> ProgramRunner:
     return ProgramRunner(
-        program,
-        in_thread=not asyncio.iscoroutinefunction(program),
+        Program(call=program, in_thread=not inspect.iscoroutinefunction(program)),
         engines=engines,
         threads=threads or Threads(4, grace_s=0.05),
         settings=ProgramSettings(**settings),
