@@ -9,6 +9,7 @@ this process and start at 0 with it, except `rollout_submitted_groups_total`, wh
 | rollout_failed_total{reason} | rollouts that failed after all their attempts |
 | rollout_dropped_groups_total{reason} | groups dropped |
 | rollout_stale_groups_total | groups that lost work to a new version, once per attempt |
+| rollout_stale_samples_total | in distillation, where each sample stands alone: samples lost so; else 0 |
 | rollout_failed_groups_total | groups all of whose rollouts failed |
 | rollout_submitted_groups_total | groups submitted, over all restarts |
 | rollout_delivered_groups_total, rollout_delivered_tokens_total | groups, and their generated tokens, in new leases |
@@ -21,6 +22,7 @@ this process and start at 0 with it, except `rollout_submitted_groups_total`, wh
 | rollout_engine_abort_errors_total | engine requests whose abort call failed |
 | rollout_retries_total{reason} | engine requests sent again |
 | rollout_reward_errors_total{reward} | groups a reward failed on |
+| rollout_teacher_errors_total{teacher} | rollouts a teacher failed on |
 | rollout_halts_total | times dispatch halted |
 | rollout_store_errors_total | commits that failed |
 | rollout_http_requests_total{route,status} | requests answered, by method and route template, and class of status |
@@ -109,10 +111,14 @@ class ThreadCounts(Protocol):
 class Metrics:
     """Observer of the orchestrator, events of the engines, and the page for Prometheus."""
 
-    def __init__(self, *, rewards: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *, rewards: Sequence[str] = (), teachers: Sequence[str] = (), samples_alone: bool = False
+    ) -> None:
+        """`samples_alone`: each group is one sample, so that a stale group is a stale sample (distillation)."""
         # Process-wide, and the only setting of its kind in the library: `…_created` gauges are noise on every page.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no annotations
         self.registry = registry = CollectorRegistry()
+        self._samples_alone = samples_alone
         self._routes: set[str] = set()
 
         def counter(name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
@@ -127,6 +133,7 @@ class Metrics:
         self._failed = counter("rollout_failed", "Rollouts that failed for good", "reason", FailureReason)
         self._dropped = counter("rollout_dropped_groups", "Groups dropped", "reason", DropReason)
         self._stale = counter("rollout_stale_groups", "Groups that lost work to a new version, once per attempt")
+        self._stale_samples = counter("rollout_stale_samples", "Distillation: samples lost to a new version")
         self._failed_groups = counter("rollout_failed_groups", "Groups all of whose rollouts failed")
         self._delivered = counter("rollout_delivered_groups", "Groups handed out in new leases")
         self._delivered_tokens = counter("rollout_delivered_tokens", "Generated tokens of those groups")
@@ -141,6 +148,7 @@ class Metrics:
         self._abort_errors = counter("rollout_engine_abort_errors", "Engine requests whose abort call failed")
         self._retries = counter("rollout_retries", "Engine requests sent again", "reason", FailureReason)
         self._reward_errors = counter("rollout_reward_errors", "Groups a reward failed on", "reward", rewards)
+        self._teacher_errors = counter("rollout_teacher_errors", "Rollouts a teacher failed on", "teacher", teachers)
         self._halts = counter("rollout_halts", "Times dispatch halted")
         self._store_errors = counter("rollout_store_errors", "Commits that failed")
         self._http = Counter(
@@ -187,6 +195,8 @@ class Metrics:
         before, after, kind = moved.before, moved.after, moved.kind
         if kind is EventKind.OUTDATED:
             self._stale.inc()
+            if self._samples_alone:
+                self._stale_samples.inc()
         elif kind is EventKind.ACKED:
             self._acked.inc()
         elif kind is EventKind.SCORED:
@@ -257,6 +267,10 @@ class Metrics:
     def reward_error(self, reward: str) -> None:
         """A reward failed on a group. `reward` is a configured name."""
         self._reward_errors.labels(reward).inc()
+
+    def teacher_error(self, teacher: str) -> None:
+        """A teacher failed on a rollout. `teacher` is a configured id, or a fixed word for one that is not."""
+        self._teacher_errors.labels(teacher).inc()
 
     def know_routes(self, routes: Iterable[str]) -> None:
         """Every series of requests, at 0: what clients ask for makes no new ones."""

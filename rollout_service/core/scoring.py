@@ -50,7 +50,8 @@ def judge(scores: Scores, indexes: Sequence[int], rules: ScoringRules) -> tuple[
 
     Row i of `scores` is the survivor with row number `indexes[i]`.
     """
-    result = advantages(scores.rewards, rules.weights, rows=len(indexes), method=rules.method)
+    weights = {OWN_REWARD: 1.0, **rules.weights}
+    result = advantages(scores.rewards, weights, rows=len(indexes), method=rules.method)
     taught = [scores.teacher[i] if i < len(scores.teacher) else None for i in range(len(indexes))]
     rows = {
         index: RowScore(

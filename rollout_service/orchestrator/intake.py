@@ -106,6 +106,7 @@ class Intake:
         source = self._source
         position = self._door.writer.run.read_position
         rows = await asyncio.to_thread(source.read, position, count)
+        rows = rows[: self._door.fitting(rows, count)]
         submissions = [Submission(prompt=row, digest=self._digest(row)) for row in rows]
         end = position + len(rows)
         last = source.total is not None and end >= source.total

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
 
 from rollout_service.core.group import Group, group_id
 from rollout_service.core.model import Prompt
@@ -26,6 +28,18 @@ class PromptCalls(Calls):
     def max_pending_groups(self) -> int:
         return self._rules.policy.max_pending_groups
 
+    @property
+    def _each_alone(self) -> bool:
+        return self._rules.scoring.distillation
+
+    def fitting(self, prompts: Sequence[Prompt], room: int) -> int:
+        """How many of the first of `prompts` make `room` groups at most; one, where even that makes more."""
+        for count, prompt in enumerate(prompts):
+            room -= prompt.num_generations if self._each_alone else 1
+            if room < 0:
+                return max(1, count)
+        return len(prompts)
+
     async def take(
         self,
         submissions: Sequence[Submission],
@@ -38,6 +52,8 @@ class PromptCalls(Calls):
         together with the groups. Raises StoreUnavailable where the store was reloaded at another position meanwhile.
         """
         writer = self._writer
+        if self._each_alone:
+            submissions = [alone for submission in submissions for alone in each_alone(submission)]
         async with self._submitting:
             writer.require_open()
             known = await self._known({(s.prompt.prompt_id, s.prompt.epoch) for s in submissions})
@@ -113,6 +129,19 @@ class PromptCalls(Calls):
                 f"prompts of outstanding groups take {writer.prompts.size} bytes and {size} more would exceed "
                 f"groups.max_ready_bytes = {policy.max_ready_bytes}; send them again later"
             )
+
+
+def each_alone(submission: Submission) -> Iterator[Submission]:
+    """Distillation (design 3.1.10): each rollout of a prompt is a group of its own, so that it alone is outdated,
+    fails or is cancelled. The first keeps the prompt's id, rollout k is `{prompt_id}#{k}`."""
+    prompt = submission.prompt
+    for row in range(prompt.num_generations):
+        prompt_id = f"{prompt.prompt_id}#{row}" if row else prompt.prompt_id
+        yield Submission(
+            prompt=replace(prompt, prompt_id=prompt_id, num_generations=1),
+            # Its own digest: a prompt that really is called `p#1` is not taken for a rollout of `p`, but refused.
+            digest=sha256(submission.digest + str(row).encode()).digest() if row else submission.digest,
+        )
 
 
 def _new_group(seq: int, prompt: Prompt, now: float) -> Group:

@@ -410,8 +410,12 @@ class Writer:
         drop: DropReason | None = DropReason.REWARD_CANCELLED
         error = scores.cancelled
         if error is None:
-            score, drop = judge(with_own_rewards(scores, job.rollouts), indexes, self._rules.scoring)
-            if drop is DropReason.UNSCORABLE:
+            try:
+                score, drop = judge(with_own_rewards(scores, job.rollouts), indexes, self._rules.scoring)
+            except Exception as fault:  # ours; it costs this group, which must not wait for ever
+                log.exception("scoring_raised", group_id=group.group_id)
+                drop, error = DropReason.UNSCORABLE, repr(fault)
+            if drop is DropReason.UNSCORABLE and error is None:
                 error = "; ".join(f"{name}: {why}" for name, why in scores.errors.items()) or "no reward scored it"
         if not self.core.scored(group.seq, group.attempt, drop, error, now=self._clock()):
             return

@@ -11,47 +11,35 @@ from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b, sha256
 from itertools import pairwise
-from typing import Any
+from typing import Any, Unpack
 
 from rollout_service.core.model import Prompt
 from rollout_service.errors import ConfigError
 from rollout_service.prompts.order import epoch_order
-from rollout_service.prompts.rows import RowError, parse_row
+from rollout_service.prompts.rows import RowError, RowRules, parse_row
 from rollout_service.prompts.sources import Source, open_source
 
 
 class PromptFile:
     """An open dataset. Its methods read the disk: call them off the event loop, one at a time."""
 
-    def __init__(
-        self, source: Source, *, path: str, epochs: int, shuffle_seed: int, num_generations: int, min_group_size: int
-    ) -> None:
+    def __init__(self, source: Source, *, path: str, epochs: int, shuffle_seed: int, **rules: Unpack[RowRules]) -> None:
         self.path = path
         self._source = source
         self._epochs = epochs
         self._seed = shuffle_seed
-        self._num_generations = num_generations
-        self._min_group_size = min_group_size
+        self._rules = rules
         self._order: tuple[int, Sequence[int]] | None = None
 
     @classmethod
-    def open(
-        cls, path: str, *, epochs: int, shuffle_seed: int, num_generations: int, min_group_size: int
-    ) -> PromptFile:
+    def open(cls, path: str, *, epochs: int, shuffle_seed: int, **rules: Unpack[RowRules]) -> PromptFile:
         """Opens `prompts.path` and checks every row of it.
 
-        `epochs` 0 is for ever, `shuffle_seed` -1 is file order; `num_generations` is for rows that name none. Raises
-        ConfigError with one line that names the file, the line and the field. Takes about 20 microseconds a row.
+        `epochs` 0 is for ever, `shuffle_seed` -1 is file order. Raises ConfigError with one line that names the file,
+        the line and the field. Takes about 20 microseconds a row.
         """
         source = open_source(path)
-        prompts = cls(
-            source,
-            path=path,
-            epochs=epochs,
-            shuffle_seed=shuffle_seed,
-            num_generations=num_generations,
-            min_group_size=min_group_size,
-        )
+        prompts = cls(source, path=path, epochs=epochs, shuffle_seed=shuffle_seed, **rules)
         try:
             if not len(source):
                 raise ConfigError(f"prompts.path: {path}: has no rows")
@@ -103,10 +91,9 @@ class PromptFile:
         return parse_row(
             row,
             where=self._source.where(number),
-            default_num_generations=self._num_generations,
             default_prompt_id=f"{self._source.stem}-{number}",
-            min_group_size=self._min_group_size,
             epoch=epoch,
+            **self._rules,
         )
 
     def _check_rows(self) -> None:

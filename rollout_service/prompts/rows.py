@@ -7,8 +7,8 @@ field is not there. An error names the row, the field and what is wrong with it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict, Unpack
 from unicodedata import category
 
 from pydantic import ValidationError
@@ -25,6 +25,8 @@ RESERVED = frozenset({*CONTENT_FIELDS, "prompt_id", "num_generations", "sampling
 """Fields of a dataset row that are no columns."""
 SUBMITTED = RESERVED | {"epoch", "columns"}
 """Every field of a prompt of `POST /prompts`."""
+TEACHER_ID = "teacher_id"
+"""The column that names a row's teacher."""
 REWARD_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
 """Arguments every reward is called with; a column cannot have such a name."""
 MAX_ID_CHARACTERS = 512
@@ -43,15 +45,25 @@ class RowError(InvalidField):
         super().__init__(printable(detail), where=where, field=field)
 
 
-class RowDefaults(TypedDict):
-    """What a row does not say itself."""
+class RowRules(TypedDict):
+    """What the run asks of every row."""
+
+    default_num_generations: int
+    min_group_size: int
+    """A group of fewer rollouts would always be dropped, so a row that asks for fewer is refused."""
+    max_num_generations: NotRequired[int]
+    """A row that asks for more is refused; default and most: `MAX_GROUP_SIZE`."""
+    teachers: NotRequired[Sequence[str]]
+    """Ids of the teachers, of which `teacher_id` names one (the only one, where it names none). Without teachers it is
+    a column like any other."""
+
+
+class RowDefaults(RowRules):
+    """And what one row does not say itself."""
 
     where: str
     """Names the row in errors: `train.jsonl:7`, `prompts[3]`."""
-    default_num_generations: int
     default_prompt_id: str
-    min_group_size: int
-    """A group of fewer rollouts would always be dropped, so a row that asks for fewer is refused."""
 
 
 def parse_row(row: Any, *, epoch: int, **defaults: Unpack[RowDefaults]) -> Prompt:
@@ -93,6 +105,7 @@ def _prompt(
 ) -> Prompt:
     where = defaults["where"]
     _check_columns(columns, where, prefix)
+    _check_teacher(columns, where, prefix, defaults.get("teachers", ()))
     content = [name for name in CONTENT_FIELDS if fields.get(name) is not None]
     if len(content) != 1:
         found = " and ".join(content) if content else "none"
@@ -120,6 +133,14 @@ def _check_columns(columns: Mapping[str, Any], where: str, prefix: str) -> None:
             raise RowError(where, f"{prefix}{name}", "the name of an argument of every reward; rename the column")
         if not name:
             raise RowError(where, f'{prefix}""', "a column needs a name")
+
+
+def _check_teacher(columns: Mapping[str, Any], where: str, prefix: str, teachers: Sequence[str]) -> None:
+    named = columns.get(TEACHER_ID)
+    if not teachers or named in teachers or (named is None and len(teachers) == 1):
+        return
+    known = ", ".join(teachers[:8]) + (", …" if len(teachers) > 8 else "")
+    raise RowError(where, f"{prefix}{TEACHER_ID}", f"expected the id of a teacher ({known}), got {shown(named)}")
 
 
 def _messages(value: Any, where: str, field: str) -> list[dict[str, Any]]:
@@ -176,7 +197,8 @@ def _prompt_id(value: Any, where: str) -> str:
 
 def _num_generations(value: Any, defaults: RowDefaults) -> int:
     where, field = defaults["where"], "num_generations"
-    count = _integer(defaults["default_num_generations"] if value is None else value, where, field, 1, MAX_GROUP_SIZE)
+    most = defaults.get("max_num_generations", MAX_GROUP_SIZE)
+    count = _integer(defaults["default_num_generations"] if value is None else value, where, field, 1, most)
     if count < defaults["min_group_size"]:
         raise RowError(where, field, f"{count} is below groups.min_group_size ({defaults['min_group_size']})")
     return count

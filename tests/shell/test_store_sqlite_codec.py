@@ -12,7 +12,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout_service.core.model import FailedRollout, FailureReason, FinishedRollout, FinishReason, Prompt, Turn
+from rollout_service.core.model import (
+    FailedRollout,
+    FailureReason,
+    FinishedRollout,
+    FinishReason,
+    Prompt,
+    TeacherTokens,
+    Turn,
+)
 from rollout_service.core.records import GroupScore, RowScore
 from rollout_service.store import codec
 from tests.contract.store_samples import failed, finished, prompt, score
@@ -40,6 +48,7 @@ TURNS = st.builds(
     message=st.none() | OBJECTS,
     weight_versions=st.lists(OBJECTS, max_size=2).map(tuple),
     engine=WORDS,
+    version=st.none() | st.integers(0, 2**53 - 1),
 )
 FINISHED = st.builds(
     FinishedRollout,
@@ -49,6 +58,8 @@ FINISHED = st.builds(
     turns=st.lists(TURNS, min_size=1, max_size=3).map(tuple),
     metrics=st.dictionaries(WORDS, NUMBERS, max_size=3),
     logprobs_mode=st.none() | WORDS,
+    reward=st.none() | NUMBERS,
+    fork_threshold=st.integers(0, 2**31 - 1),
 )
 FAILED = st.builds(
     FailedRollout,
@@ -71,11 +82,18 @@ PROMPTS = st.builds(
     sampling=OBJECTS,
 )
 REWARDS = st.none() | NUMBERS
+TEACHERS = st.builds(TeacherTokens, teacher_id=WORDS, ids=IDS, logprobs=LOGPROBS, columns=st.integers(1, 9))
 SCORES = st.builds(
     GroupScore,
     rows=st.dictionaries(
         st.integers(0, 1000),
-        st.builds(RowScore, reward=REWARDS, rewards=st.dictionaries(WORDS, REWARDS, max_size=2), advantage=NUMBERS),
+        st.builds(
+            RowScore,
+            reward=REWARDS,
+            rewards=st.dictionaries(WORDS, REWARDS, max_size=2),
+            advantage=NUMBERS,
+            teacher=st.lists(TEACHERS, max_size=2).map(tuple),
+        ),
         max_size=3,
     ),
     mean=REWARDS,
