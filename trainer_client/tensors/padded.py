@@ -1,7 +1,6 @@
-"""Leased groups as padded torch tensors. The only module of this package that imports torch.
+"""Leased groups as padded torch tensors.
 
-Rows stand in the order of the groups, and within a group in the order of its samples. Nothing is dropped, cut or
-recomputed: a row is the sample as the service gave it, padded.
+What always holds: a row is the sample as the service gave it, padded; nothing is dropped, cut or recomputed.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trainer_client.tensors.rows import rows_of
 from trainer_client.types import Group, Sample
 
 __all__ = ["to_tensors"]
 
-_TOKEN_FIELDS = ("completion_mask", "old_log_probs")
-
 
 def to_tensors(
-    groups: Sequence[Group],
+    groups: Sequence[Group] | Sequence[Sample],
     pad_token_id: int,
     *,
     padding_side: Literal["left", "right"] = "right",
@@ -37,7 +35,7 @@ def to_tensors(
     | `completion_mask` | (B, L) int64 | 1 on tokens to train, 0 on context | 0 |
     | `old_log_probs` | (B, L) float32 | logprob of `input_ids[b, t]` given `input_ids[b, :t]`; 0.0 on context | 0.0 |
     | `advantages` | (B,) float32 | one for the whole sample; 0.0 where it is unscored | |
-    | `group_index` | (B,) int64 | the row's group, as a position in `groups` | |
+    | `group_index` | (B,) int64 | the row's group, as a position in `groups`; -1 for samples given alone | |
     | `sample_index` | (B,) int64 | the row's rollout in its group (`Sample.index`) | |
 
     `old_log_probs` and `completion_mask` stand at the token they are about, so a model's logits are shifted against
@@ -49,40 +47,26 @@ def to_tensors(
     """
     if padding_side not in ("left", "right"):
         raise ValueError(f'padding_side is "left" or "right", not {padding_side!r}')
-    rows = [(position, sample) for position, group in enumerate(groups) for sample in group.samples]
-    if not rows:
-        raise ValueError("no samples to make a batch of: the list of groups is empty (an empty lease has none)")
-    for position, sample in rows:
-        _check(groups[position], sample)
-    lengths = [len(sample.input_ids) for _, sample in rows]
-    longest = max(lengths)
+    rows = rows_of(groups)
+    longest = max(row.length for row in rows)
 
     input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
     attention_mask = np.zeros((len(rows), longest), dtype=np.int64)
     completion_mask = np.zeros((len(rows), longest), dtype=np.int64)
     old_log_probs = np.zeros((len(rows), longest), dtype=np.float32)
-    for row, ((_, sample), length) in enumerate(zip(rows, lengths, strict=True)):
-        place = slice(longest - length, longest) if padding_side == "left" else slice(0, length)
-        input_ids[row, place] = sample.input_ids
-        attention_mask[row, place] = 1
-        completion_mask[row, place] = sample.completion_mask
-        old_log_probs[row, place] = sample.old_log_probs
+    for b, row in enumerate(rows):
+        place = slice(longest - row.length, longest) if padding_side == "left" else slice(0, row.length)
+        input_ids[b, place] = row.sample.input_ids
+        attention_mask[b, place] = 1
+        completion_mask[b, place] = row.sample.completion_mask
+        old_log_probs[b, place] = row.sample.old_log_probs
     arrays: dict[str, np.ndarray[Any, Any]] = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "completion_mask": completion_mask,
         "old_log_probs": old_log_probs,
-        "advantages": np.array([s.advantage if s.scored else 0.0 for _, s in rows], dtype=np.float32),
-        "group_index": np.array([position for position, _ in rows], dtype=np.int64),
-        "sample_index": np.array([sample.index for _, sample in rows], dtype=np.int64),
+        "advantages": np.array([row.advantage for row in rows], dtype=np.float32),
+        "group_index": np.array([row.group_index for row in rows], dtype=np.int64),
+        "sample_index": np.array([row.sample.index for row in rows], dtype=np.int64),
     }
     return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-
-
-def _check(group: Group, sample: Sample) -> None:
-    for name in _TOKEN_FIELDS:
-        if len(getattr(sample, name)) != len(sample.input_ids):
-            raise ValueError(
-                f"group {group.group_id}, sample {sample.index}: {len(getattr(sample, name))} values of {name} "
-                f"for {len(sample.input_ids)} tokens"
-            )
