@@ -8,7 +8,7 @@ ACCEPTANCE ?= ../shared/acceptance
 PIP := $(PY) -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help env engine demo test acceptance soak mutants check format bench lock clean clean-all
+.PHONY: help env engine demo demo-trl demo-tools demo-distill test acceptance soak mutants check format bench lock clean clean-all
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
@@ -28,6 +28,15 @@ engine: $(READY)  ## the environment of the real vLLM CPU server, in the user's 
 
 demo: $(READY)  ## engine, service and trainer with a live table (ENGINE=sim: without vLLM; KEEP=1: leave it running)
 	@$(PY) -m examples.cpu_grpo.demo
+
+demo-trl: $(READY)  ## the same with TRL's own AsyncGRPOTrainer (ENGINE=sim, KEEP=1 as above)
+	@$(PY) -m examples.trl_async_grpo.demo
+
+demo-tools: $(READY)  ## an agent that learns to call its calculator
+	@$(PY) -m examples.cpu_tools.demo
+
+demo-distill: $(READY)  ## on-policy distillation from a teacher's logprobs
+	@$(PY) -m examples.cpu_distill.demo
 
 test: $(READY)  ## all tests, those on a real vLLM server included
 	@$(PY) -m examples.engine.environment; code=$$?; \
@@ -53,9 +62,10 @@ format: $(READY)  ## mend what the linter and the formatter can mend
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: $(READY)  ## what the service costs: beside a bare client, memory beside SQLite, JSON beside binary leases
+bench: $(READY)  ## what the service costs: beside a bare client, memory beside SQLite, JSON beside binary leases, waiting with and without prefetch
 	@$(PY) -m benchmarks.throughput
 	@$(PY) -m benchmarks.leases
+	@$(PY) -m benchmarks.prefetch
 
 soak: $(READY)  ## the long proofs of durability: 300 kills, two runs of 1,000 prompts (KILLS=, PROMPTS=)
 	@$(PY) -m tests.durability.soak --kills $(or $(KILLS),300) --prompts $(or $(PROMPTS),1000)

@@ -170,6 +170,8 @@ class Status(msgspec.Struct, kw_only=True):
     paused: bool = False
     blocked: str | None = None
     """Why no new group is opened now."""
+    final: bool = False
+    """No more prompts will come."""
     halted: Halt | None = None
     oldest_outstanding: dict[str, Any] | None = None
     engines: list[dict[str, Any]] = []
