@@ -37,6 +37,7 @@ from rollout_service.rollouts import (
     Threads,
     ToolBox,
     load_tools,
+    openenv_program,
     tool_program,
 )
 from rollout_service.settings import Settings
@@ -175,6 +176,21 @@ def load_program(settings: Settings, config_dir: Path | None, threads: Threads) 
     if program.tools:
         tools = ToolBox(load_tools(program.tools, _path(config_dir)), threads=threads, timeout_s=program.tool_timeout_s)
         return Program(call=tool_program(tools, max_turns=program.max_turns), in_thread=False)
+    if program.openenv:
+        mapping = {
+            name: load_first_in(_path(config_dir), f"program.openenv_{name}", target).call
+            for name, target in (("action", program.openenv_action), ("observation", program.openenv_observation))
+            if target
+        }
+        episodes = openenv_program(
+            program.openenv,
+            max_turns=program.max_turns,
+            step_timeout_s=program.tool_timeout_s,
+            reward=program.openenv_reward,
+            seed_by=program.openenv_seed_by,
+            **mapping,
+        )
+        return Program(call=episodes, in_thread=False)
     return None
 
 

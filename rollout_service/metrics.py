@@ -82,6 +82,7 @@ STALENESS = (0, 1, 2, 3, 4, 6, 8, 16)
 REWARD = (-1, -0.5, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 5)
 
 UNMATCHED = "unmatched"
+UNCONFIGURED = "unconfigured"
 STATUS_CLASSES = ("2xx", "4xx", "5xx")
 FAILED = "failed"
 LATE = "late"
@@ -119,6 +120,7 @@ class Metrics:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no annotations
         self.registry = registry = CollectorRegistry()
         self._samples_alone = samples_alone
+        self._teachers = (*teachers, UNCONFIGURED)
         self._routes: set[str] = set()
 
         def counter(name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
@@ -148,7 +150,7 @@ class Metrics:
         self._abort_errors = counter("rollout_engine_abort_errors", "Engine requests whose abort call failed")
         self._retries = counter("rollout_retries", "Engine requests sent again", "reason", FailureReason)
         self._reward_errors = counter("rollout_reward_errors", "Groups a reward failed on", "reward", rewards)
-        self._teacher_errors = counter("rollout_teacher_errors", "Rollouts a teacher failed on", "teacher", teachers)
+        self._teacher_errors = counter("rollout_teacher_errors", "Rollouts a teacher failed on", "teacher", self._teachers)
         self._halts = counter("rollout_halts", "Times dispatch halted")
         self._store_errors = counter("rollout_store_errors", "Commits that failed")
         self._http = Counter(
@@ -269,8 +271,9 @@ class Metrics:
         self._reward_errors.labels(reward).inc()
 
     def teacher_error(self, teacher: str) -> None:
-        """A teacher failed on a rollout. `teacher` is a configured id, or a fixed word for one that is not."""
-        self._teacher_errors.labels(teacher).inc()
+        """A teacher failed on a rollout. One that is configured no more, of which a stored prompt may speak, counts as
+        `unconfigured`."""
+        self._teacher_errors.labels(teacher if teacher in self._teachers else UNCONFIGURED).inc()
 
     def know_routes(self, routes: Iterable[str]) -> None:
         """Every series of requests, at 0: what clients ask for makes no new ones."""

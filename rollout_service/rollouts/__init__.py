@@ -2,6 +2,7 @@
 
 from rollout_service.rollouts.cancellation import RolloutCancelled
 from rollout_service.rollouts.context import Context, Reply, ThreadContext
+from rollout_service.rollouts.openenv import openenv_program
 from rollout_service.rollouts.program import Program, ProgramFault, ProgramRunner, ProgramSettings
 from rollout_service.rollouts.sampling import SAMPLING_KEYS, SamplingDefaults, effective_sampling
 from rollout_service.rollouts.single_turn import Engines, SingleTurn, SingleTurnSettings
@@ -28,5 +29,6 @@ __all__ = [
     "ToolBox",
     "effective_sampling",
     "load_tools",
+    "openenv_program",
     "tool_program",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
@@ -23,6 +24,10 @@ from rollout_service.rollouts.program import ProgramFault
 CLOSE_S = 2.0
 """A polite close may take so long in the background; then the connection is aborted."""
 CAPACITY_REACHED = "CAPACITY_REACHED"
+VALIDATION_ERROR = "VALIDATION_ERROR"
+LOST = "the connection to the environment was lost, and the episode with it"
+SHOWN = 300
+"""Characters of an action that an error shows."""
 _SERVER_ERROR = re.compile(r"Server error: .* \(code: (\w+)\)\Z", re.DOTALL)
 
 log = structlog.get_logger(__name__)
@@ -117,19 +122,21 @@ class Session:
     async def step(self, action: Mapping[str, Any]) -> Any:
         """The next observation. Raises EnvironmentFault."""
         if self._is_lost():
-            raise EnvironmentFault("the connection to the environment was lost, and the episode with it")
+            raise EnvironmentFault(LOST)
         try:
             result = await self._call(lambda: self._client.step(dict(action)), "a step")
         except _Silent as error:
             raise EnvironmentFault(str(error)) from error
         except Exception as error:
             if self._is_lost(error):
-                raise EnvironmentFault(
-                    f"the connection to the environment was lost, and the episode with it: {error}"
-                ) from error
+                raise EnvironmentFault(f"{LOST}: {error}") from error
+            if server_error_code(error) == VALIDATION_ERROR:
+                # The client drops which field it was. Nearly always the mapping: the environment's actions differ.
+                sent = json.dumps(action, ensure_ascii=False)[:SHOWN]
+                raise EnvironmentFault(f"{error}; the action was {sent} (see program.openenv_action)") from error
             raise _fault("step", error) from error
         if self._is_lost():  # the client connected anew, and the answer is another environment's
-            raise EnvironmentFault("the connection to the environment was lost, and the episode with it")
+            raise EnvironmentFault(LOST)
         return result
 
     def leave(self) -> None:
@@ -144,14 +151,18 @@ class Session:
         for socket in (self._socket, self._current_socket()):
             _abort(socket)
 
-    async def _call(self, call: Callable[[], Awaitable[Any]], what: str) -> Any:
-        """What `call` gives. _Silent after the limit. A task of its own, because the client may not heed its end."""
+    async def _call(self, call: Callable[[], Awaitable[Any]], what: str, limit_s: float | None = None) -> Any:
+        """What `call` gives. _Silent after the limit, by default step_timeout_s.
+
+        In a task of its own, because the client may not heed its end.
+        """
+        limit_s = self._limit_s if limit_s is None else limit_s
         work = asyncio.ensure_future(_awaited(call))
         try:
-            await asyncio.wait({work}, timeout=self._limit_s)
+            await asyncio.wait({work}, timeout=limit_s)
             if work.done():
                 return work.result()
-            raise _Silent(f"the environment did not answer {what} within {self._limit_s:g} s")
+            raise _Silent(f"the environment did not answer {what} within {limit_s:g} s")
         finally:
             if not work.done():
                 # The connection first: a client that is told to end hides it, to close it in ten seconds.
@@ -166,8 +177,7 @@ class Session:
 
     async def _close(self) -> None:
         try:
-            async with asyncio.timeout(CLOSE_S):
-                await self._client.close()
+            await self._call(self._client.close, "a close", CLOSE_S)
         except Exception as error:
             log.info("openenv_close_failed", error=clean(f"{type(error).__name__}: {error}", 200))
         finally:

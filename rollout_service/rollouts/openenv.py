@@ -9,7 +9,8 @@ Rules that rows and environments can rely on:
 - `reset` gets `seed`, `episode_id` and over them the fields of the row's column `env`.
 - The reward is the sum of what the steps gave ("sum"), or the last they gave ("last"). `null` is no reward: where no
   step gave any, the rollout is unscored. What the reset gave does not count: the policy had no part in it.
-- An episode ends with `done` or after `max_turns` answers; `env_done` tells them apart, and both keep their reward.
+- An episode ends with `done`, after `max_turns` answers, or where its history fills the engine's context; the metrics
+  `env_done` and `context_full` tell them apart, and all keep their reward.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any, Literal
 
 import structlog
 
+from rollout_service.core.model import FailureReason
+from rollout_service.engines import GenerationFailed
 from rollout_service.errors import ConfigError
 from rollout_service.rollouts.context import Context
 from rollout_service.rollouts.env_mapping import (
@@ -150,8 +153,15 @@ class _Episode:
                 raise EnvironmentFault("the environment was done at its reset: there is no turn to make")
             self._observe(first, None)
             done = False
-            for _ in range(self._rules.max_turns):
-                reply = await self._ctx.chat(self._history, tools=self._tools)
+            for turn in range(self._rules.max_turns):
+                try:
+                    reply = await self._ctx.chat(self._history, tools=self._tools)
+                except GenerationFailed as failed:
+                    if failed.reason is not FailureReason.PROMPT_TOO_LONG or turn == 0:
+                        raise
+                    # What the environment showed fills the context: the episode ends here, with all it has.
+                    self._ctx.metric("context_full", 1)
+                    break
                 self._history.append(reply.message)
                 done = await self._answered(session, moves_of(reply.message, self._seen, self._rules.action))
                 if done:

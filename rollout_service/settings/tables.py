@@ -165,6 +165,18 @@ class ProgramSettings(Table):
         default=[], max_length=128, description='"package.module:function" each: what the policy may call in turns.'
     )
     openenv: str = Field(default="", description="URL of an OpenEnv server: each rollout is an episode there.")
+    openenv_action: str = Field(
+        default="", max_length=512, description='"package.module:function": the policy\'s answer as an action.'
+    )
+    openenv_observation: str = Field(
+        default="", max_length=512, description='"package.module:function": an observation as messages.'
+    )
+    openenv_reward: Literal["sum", "last"] = Field(
+        default="sum", description="A rollout's reward: the sum of its steps' rewards, or the last one."
+    )
+    openenv_seed_by: Literal["rollout", "group"] = Field(
+        default="rollout", description='Whether each rollout of a group is reset with a seed of its own; "group": one.'
+    )
     max_turns: int = Field(default=8, ge=1, le=1000, description="Most turns of generation of one rollout.")
     tool_timeout_s: float = Field(default=30.0, ge=0.01, le=DAY_S, description="Deadline of one tool or step call.")
     fork_threshold_tokens: int = Field(
@@ -181,7 +193,7 @@ class ProgramSettings(Table):
         default=5.0, ge=0, le=3600, description="How long a cancelled thread may go on before its place is made good."
     )
 
-    @field_validator("target")
+    @field_validator("target", "openenv_action", "openenv_observation")
     @classmethod
     def _function(cls, value: str) -> str:
         return code_target(value) if value else value

@@ -21,9 +21,6 @@ from rollout_service.prompts import TEACHER_ID
 from rollout_service.teachers.spec import TeacherSpec
 from rollout_service.teachers.teacher import Teacher, TeacherFailed
 
-UNCONFIGURED = "unconfigured"
-"""Counted under this name: a stored row's teacher that a later configuration has no more."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -100,7 +97,7 @@ class TeacherScorer:
             error = repr(fault)
         if not self._stopped:  # the shutdown is no fault of the teacher's
             errors[f"teacher:{teacher_id}"] = error
-            self._on_error(UNCONFIGURED if teacher is None else teacher_id)
+            self._on_error(teacher_id)
             about = {"group_id": job.group_id, "attempt": job.attempt, "index": rollout.index}
             log.warning("teacher_failed", teacher=teacher_id, **about, error=error)
         return None
