@@ -150,7 +150,9 @@ class Metrics:
         self._abort_errors = counter("rollout_engine_abort_errors", "Engine requests whose abort call failed")
         self._retries = counter("rollout_retries", "Engine requests sent again", "reason", FailureReason)
         self._reward_errors = counter("rollout_reward_errors", "Groups a reward failed on", "reward", rewards)
-        self._teacher_errors = counter("rollout_teacher_errors", "Rollouts a teacher failed on", "teacher", self._teachers)
+        self._teacher_errors = counter(
+            "rollout_teacher_errors", "Rollouts a teacher failed on", "teacher", self._teachers
+        )
         self._halts = counter("rollout_halts", "Times dispatch halted")
         self._store_errors = counter("rollout_store_errors", "Commits that failed")
         self._http = Counter(

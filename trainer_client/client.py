@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from urllib.parse import urlsplit
 
+from trainer_client import loops
 from trainer_client.core import Core, Flow, Pause, Request, Response
-from trainer_client.errors import ServiceUnreachable
+from trainer_client.errors import ClientError, ServiceUnreachable
+from trainer_client.progress import Progress
 from trainer_client.types import Lease, LeaseStatus
 
 if TYPE_CHECKING:
@@ -81,6 +84,7 @@ class RolloutClient:
 
         self._url = _checked(url)
         self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer, binary=binary)
+        self._bars: list[Progress] = []
         self._own_transport = transport is not None
         self._http = httpx.Client(base_url=self._url, transport=transport, verify=_uses_tls(self._url))
 
@@ -111,26 +115,50 @@ class RolloutClient:
         wait_s: int = 30,
         lease_s: int = 600,
         consumer: str | None = None,
+        progress: bool = False,
     ) -> Iterator[Lease]:
         """Leases with groups, one after the other; asking for the next acks the one before.
 
         Ends when the service is exhausted; goes on waiting while nothing is ready; raises `Halted`. Leaving the loop
         early (an exception, `break`) gives the groups of the lease in hand back, so ack it before a `break` once it is
         trained. A lease that was lost meanwhile (it ran out, a reset came) is named in a warning and the loop goes on.
+        `progress`: a bar on the terminal, for which tqdm must be installed (else ImportError).
         """
-        while True:
-            lease = self.lease(max_groups, min_groups, wait_s, lease_s, consumer)
-            if lease.status is LeaseStatus.EXHAUSTED:
-                return
-            if not lease.groups:
-                continue
-            self._core.hold(lease)
-            try:
-                yield lease
-            except BaseException:
-                self._run(self._core.give_back(lease.lease_id or ""))
-                raise
-            self._run(self._core.finish(lease))
+        ask = _ask(max_groups, min_groups, wait_s, lease_s, consumer)
+        with Progress(progress, self._bars) as bar:
+            while True:
+                bar.asked()
+                lease = self._next_lease(ask)
+                if lease is None:
+                    continue
+                if lease.status is LeaseStatus.EXHAUSTED:
+                    bar.exhausted()
+                    return
+                if not lease.groups:
+                    continue
+                self._core.hold(lease)
+                bar.handed(lease)
+                try:
+                    yield lease
+                except BaseException:
+                    self._run(self._core.give_back(lease.lease_id or ""))
+                    raise
+                bar.asked()
+                try:
+                    self._run(self._core.finish(lease))
+                except BaseException:
+                    self._run(loops.finish_late(self._core, lease))
+                    raise
+
+    def _next_lease(self, ask: dict[str, Any]) -> Lease | None:
+        request_id = str(uuid.uuid4())
+        try:
+            return self._run(loops.next_lease(self._core, ask, request_id))
+        except ClientError:
+            raise
+        except BaseException:  # an interrupt cut the call off; the lease may have been made all the same
+            self._run(self._core.recover(ask, request_id))
+            raise
 
     def prefetch(
         self,
@@ -140,6 +168,7 @@ class RolloutClient:
         lease_s: int = 600,
         consumer: str | None = None,
         depth: int = 1,
+        progress: bool = False,
     ) -> Prefetch:
         """As `leases`, but a background thread asks for the next ones while the trainer computes.
 
@@ -148,15 +177,18 @@ class RolloutClient:
                     ...
 
         Up to `depth` leases wait beside the one in hand; all are renewed at half of `lease_s`. What has become too old
-        by the time it is handed over is released, so a lease may have fewer groups than `min_groups`. Leaving the
-        `with` block acks the lease in hand, or releases it when an exception is on its way.
+        by the time it is handed over is released, so a lease may have fewer groups than `min_groups`. A halt, or a
+        service that is away, is raised only while the trainer waits: what passes while it computes costs nothing.
+        Leaving the `with` block acks the lease in hand, or releases it when an exception is on its way.
         """
         from trainer_client.prefetch import Prefetch
 
         if self._own_transport:
             raise ValueError("prefetch works over the network only, not through a transport of one's own")
-        ask = {"max_groups": max_groups, "min_groups": min_groups, "wait_s": wait_s, "lease_s": lease_s}
-        return Prefetch(lambda: AsyncRolloutClient._sharing(self._url, self._core), ask | {"consumer": consumer}, depth)
+        ask = _ask(max_groups, min_groups, wait_s, lease_s, consumer)
+        bar = Progress(progress, self._bars)
+        connect = functools.partial(AsyncRolloutClient._sharing, self._url, self._core, self._bars)
+        return Prefetch(connect, self._core, ask, depth, bar)
 
     def close(self) -> None:
         """Give back what loops still hold, and close the connections."""
@@ -185,6 +217,9 @@ class RolloutClient:
                 except ServiceUnreachable as error:
                     todo = flow.throw(error)
                 else:
+                    if response.status < 400:
+                        for bar in tuple(self._bars):
+                            bar.answered(todo)
                     todo = flow.send(response)
         except StopIteration as end:
             result: T = end.value
@@ -222,14 +257,15 @@ class AsyncRolloutClient:
 
         self._url = _checked(url)
         self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer, binary=binary)
+        self._bars: list[Progress] = []
         self._owns_leases = True
         self._http = httpx.AsyncClient(base_url=self._url, transport=transport, verify=_uses_tls(self._url))
 
     @classmethod
-    def _sharing(cls, url: str, core: Core) -> Self:
+    def _sharing(cls, url: str, core: Core, bars: list[Progress]) -> Self:
         """A client that knows what another one does (versions posted, leases held), on connections of its own."""
         client = cls(url)
-        client._core = core
+        client._core, client._bars = core, bars
         client._owns_leases = False
         return client
 
@@ -260,22 +296,45 @@ class AsyncRolloutClient:
         wait_s: int = 30,
         lease_s: int = 600,
         consumer: str | None = None,
+        progress: bool = False,
     ) -> AsyncIterator[Lease]:
         """As `RolloutClient.leases`. Python closes an abandoned async iterator late: `async with` the client, or
         `contextlib.aclosing` the iterator, for the groups in hand to be given back at once."""
-        while True:
-            lease = await self.lease(max_groups, min_groups, wait_s, lease_s, consumer)
-            if lease.status is LeaseStatus.EXHAUSTED:
-                return
-            if not lease.groups:
-                continue
-            self._core.hold(lease)
-            try:
-                yield lease
-            except BaseException:
-                await self._run(self._core.give_back(lease.lease_id or ""))
-                raise
-            await self._run(self._core.finish(lease))
+        ask = _ask(max_groups, min_groups, wait_s, lease_s, consumer)
+        with Progress(progress, self._bars) as bar:
+            while True:
+                bar.asked()
+                lease = await self._next_lease(ask)
+                if lease is None:
+                    continue
+                if lease.status is LeaseStatus.EXHAUSTED:
+                    bar.exhausted()
+                    return
+                if not lease.groups:
+                    continue
+                self._core.hold(lease)
+                bar.handed(lease)
+                try:
+                    yield lease
+                except BaseException:
+                    await self._run(self._core.give_back(lease.lease_id or ""))
+                    raise
+                bar.asked()
+                try:
+                    await self._run(self._core.finish(lease))
+                except BaseException:
+                    await self._run(loops.finish_late(self._core, lease))
+                    raise
+
+    async def _next_lease(self, ask: dict[str, Any]) -> Lease | None:
+        request_id = str(uuid.uuid4())
+        try:
+            return await self._run(loops.next_lease(self._core, ask, request_id))
+        except ClientError:
+            raise
+        except BaseException:  # a cancellation cut the call off; the lease may have been made all the same
+            await self._run(self._core.recover(ask, request_id))
+            raise
 
     def prefetch(
         self,
@@ -285,12 +344,13 @@ class AsyncRolloutClient:
         lease_s: int = 600,
         consumer: str | None = None,
         depth: int = 1,
+        progress: bool = False,
     ) -> AsyncPrefetch:
         """As `RolloutClient.prefetch`, in tasks of the running loop: `async with` it and `async for` over it."""
         from trainer_client.prefetch import AsyncPrefetch
 
-        ask = {"max_groups": max_groups, "min_groups": min_groups, "wait_s": wait_s, "lease_s": lease_s}
-        return AsyncPrefetch(self, self._core, ask | {"consumer": consumer}, depth)
+        ask = _ask(max_groups, min_groups, wait_s, lease_s, consumer)
+        return AsyncPrefetch(self, self._core, ask, depth, Progress(progress, self._bars))
 
     async def aclose(self) -> None:
         """Give back what loops still hold, and close the connections."""
@@ -321,6 +381,9 @@ class AsyncRolloutClient:
                 except ServiceUnreachable as error:
                     todo = flow.throw(error)
                 else:
+                    if response.status < 400:
+                        for bar in tuple(self._bars):
+                            bar.answered(todo)
                     todo = flow.send(response)
         except StopIteration as end:
             result: T = end.value
@@ -336,6 +399,17 @@ class AsyncRolloutClient:
                 return _response(answer, [chunk async for chunk in answer.aiter_bytes()])
         except httpx.RequestError as error:
             raise _unreachable(self._url, request, error) from error
+
+
+def _ask(max_groups: int, min_groups: int, wait_s: int, lease_s: int, consumer: str | None) -> dict[str, Any]:
+    """What the lease calls of one loop have in common."""
+    return {
+        "max_groups": max_groups,
+        "min_groups": min_groups,
+        "wait_s": wait_s,
+        "lease_s": lease_s,
+        "consumer": consumer,
+    }
 
 
 def _checked(url: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from rollout_service.core.model import GroupState
 from rollout_service.prompts.rows import MAX_EPOCH, MAX_ID_CHARACTERS
@@ -152,7 +153,7 @@ class BumpAnswer(Answer):
     previous: int
     stale_groups: int = Field(description="Groups that lost work to this version.")
     aborted_rollouts: int = Field(description="Rollouts in flight that were stopped.")
-    behind_engines: list[str] | None = Field(
+    behind_engines: list[str] | SkipJsonSchema[None] = Field(
         default=None, description="Only after loading weights: ids of engines that were out before and lack them."
     )
 
@@ -185,6 +186,16 @@ class SampleAnswer(Answer):
     truncated: bool
     metrics: dict[str, float]
     weight_versions: list[dict[str, Any]] | None = Field(default=None, description="Where the engine reports spans.")
+    turn_versions: list[int] | None = Field(
+        default=None, description="The policy version current at each turn, where there were several."
+    )
+    teacher_id: str | None = Field(default=None, description="Distillation: who scored it.")
+    teacher_topk_ids: list[list[int]] | None = Field(
+        default=None, description="Distillation: a row for each token to train, top_k + 1 wide; -1 fills up."
+    )
+    teacher_topk_logprobs: list[list[float | None]] | None = Field(
+        default=None, description="Distillation: theirs; null where the id is -1."
+    )
 
 
 class GroupAnswer(Answer):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from array import array
+from math import inf
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from rollout_service.core.model import FinishedRollout, RolloutJob
 from rollout_service.orchestrator.views import LeaseAnswer, LeaseStatus
 from tests.api.conftest import Service
 from tests.fakes import finished, until
-from tests.lease_answers import SAMPLING, answer, answers, even_answer, payload, rollout, row_score, turn
+from tests.lease_answers import SAMPLING, answer, answers, even_answer, payload, rollout, row_score, taught, turn
 from trainer_client import AsyncRolloutClient, Lease, RolloutClient
 from trainer_client.binary import decode_lease
 
@@ -50,7 +51,10 @@ def header(content: bytes | bytearray) -> dict[str, Any]:
 
 
 def put_together(content: bytes | bytearray) -> Any:
-    """The JSON document again, by readers that know nothing of this project."""
+    """The JSON document again, by readers that know nothing of this project.
+
+    A teacher's tables are as wide as the widest of the file; what is -inf there is null in JSON.
+    """
     document = json.loads(header(content)["__metadata__"]["lease"])
     tensors = safetensors.numpy.load(bytes(content))
     samples = [sample for group in document["groups"] for sample in group["samples"]]
@@ -60,6 +64,25 @@ def put_together(content: bytes | bytearray) -> Any:
     for sample, begin, end in zip(samples, bounds, bounds[1:], strict=False):
         assert not ARRAYS.keys() & sample.keys()
         sample |= {name: tensors[name][begin:end].tolist() for name in ARRAYS}
+    if "teacher_cu_seqlens" in tensors:
+        bounds = tensors["teacher_cu_seqlens"].tolist()
+        assert len(bounds) == len(samples) + 1
+        for sample, begin, end in zip(samples, bounds, bounds[1:], strict=False):
+            assert ("teacher_id" in sample) == (begin < end)
+            if "teacher_id" in sample:
+                sample["teacher_topk_ids"] = tensors["teacher_topk_ids"][begin:end].tolist()
+                logprobs = tensors["teacher_topk_logprobs"][begin:end].tolist()
+                sample["teacher_topk_logprobs"] = [[None if x == -inf else x for x in row] for row in logprobs]
+    return document
+
+
+def widened(document: Any) -> Any:
+    """A JSON document with every teacher's tables filled up to the widest of them, as the file has them."""
+    taught = [s for group in document["groups"] for s in group["samples"] if "teacher_id" in s]
+    widest = max((len(sample["teacher_topk_ids"][0]) for sample in taught), default=0)
+    for sample in taught:
+        for name, filler in (("teacher_topk_ids", -1), ("teacher_topk_logprobs", None)):
+            sample[name] = [row + [filler] * (widest - len(row)) for row in sample[name]]
     return document
 
 
@@ -75,11 +98,14 @@ def text_of(document: Any) -> str:
 
 def check_same(made: LeaseAnswer) -> None:
     in_json, file = as_json(made), as_file(made)
-    assert text_of(put_together(file)) == text_of(json.loads(in_json))
+    document = widened(json.loads(in_json))
+    assert text_of(put_together(file)) == text_of(document)
     decoded = decode_lease(file)
-    assert text_of(plain(decoded)) == text_of(plain(msgspec.json.decode(in_json, type=Lease)))
+    assert text_of(plain(decoded)) == text_of(plain(msgspec.convert(document, type=Lease)))
     for sample in decoded.samples:
         assert {name: getattr(sample, name).dtype for name in ARRAYS} == ARRAYS
+        if sample.teacher_id is not None:
+            assert (sample.teacher_topk_ids.dtype, sample.teacher_topk_logprobs.dtype) == ("i4", "f4")
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,6 +126,18 @@ EDGES = {
     "rewritten turns": answer(payload(1, [rollout(0, LONE, turn([1, 2, 3], [4]), turn([9], [5])), PAIR])),
     "one token": even_answer(1, 1, 1, prompt_tokens=0),
     "32k tokens": even_answer(1, 2, 32_768),
+    "a teacher": answer(payload(1, [rollout(0, turn([1], [5, 6]))], {0: taught((5, 6), 3)})),
+    "teachers of several widths": answer(
+        payload(1, [rollout(0, turn([1], [5, 6, 7]))], {0: taught((5, 6, 7), 2)}),
+        payload(2, [rollout(0, turn([1], [8]))], {0: taught((8,), 5, teacher_id="wide")}),
+        payload(3, [rollout(0, turn([1], [9, 9]))], {0: taught((9, 9), 1, teacher_id="narrow")}),
+    ),
+    "a teacher beside none": answer(
+        payload(1, [rollout(0, LONE)]), payload(2, [rollout(0, turn([1], [8]))], {0: taught((8,), 2)})
+    ),
+    "a teacher of rewritten turns": answer(
+        payload(1, [rollout(0, LONE, turn([9], [5, 6]), fork_threshold=0)], {0: taught((2,), 2, (5, 6))})
+    ),
 }
 
 
@@ -133,6 +171,25 @@ def test_an_empty_answer_is_a_file_of_empty_tensors():
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
     assert lengths.pop("cu_seqlens") == 1
     assert set(lengths.values()) == {0}
+
+
+def test_a_teachers_tables_are_laid_out_as_documented():
+    one = payload(1, [rollout(0, turn([1, 2], [5, 6]))], {0: taught((5, 6), 2)})
+    other = payload(2, [rollout(0, turn([3], [8]))], {0: taught((8,), 3, teacher_id="wide")})
+    content = as_file(answer(one, other))
+    assert list(header(content)) == [
+        "__metadata__", "cu_seqlens", "teacher_cu_seqlens", "advantages", "input_ids", "old_log_probs",
+        "teacher_topk_ids", "teacher_topk_logprobs", "completion_mask",
+    ]  # fmt: skip
+    tensors = safetensors.torch.load(bytes(content))
+    assert tensors["teacher_cu_seqlens"].tolist() == [0, 2, 3]
+    assert tensors["teacher_topk_ids"].tolist() == [[5, 105, -1], [6, 106, -1], [8, 108, 208]]
+    assert tensors["teacher_topk_logprobs"].tolist() == [
+        [-0.0, -0.125, -inf],
+        [-0.0, -0.125, -inf],
+        [-0.0, -0.125, -0.25],
+    ]
+    assert (tensors["teacher_topk_ids"].dtype, tensors["teacher_topk_logprobs"].dtype) == (torch.int32, torch.float32)
 
 
 # negotiation

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.client_script import DRIVERS, Fault, ScriptedService, group, problem
-from trainer_client import AsyncRolloutClient, Halted, NotFound
+from trainer_client import AsyncRolloutClient, Halted, NotFound, RolloutClient, StoreUnavailable
 
 
 @pytest.fixture
@@ -199,3 +202,97 @@ async def test_the_asyncio_client_gives_back_at_the_end_of_its_block(service):
             assert lease.groups
             break
     assert service.released == ["g0", "g1"]
+
+
+def test_a_lease_that_ended_before_its_lost_answer_could_be_fetched_is_asked_for_anew(service, connect, caplog):
+    def ended() -> web.Response:
+        held = next(iter(service.leases.values()))
+        held.open.clear()
+        service.ready[:0] = held.groups
+        return problem(409, "conflict", "its lease has ended")
+
+    service.faults = [Fault("/leases", cut="after"), Fault("/leases", answer=ended)]
+    trained = [g.group_id for lease in connect().leases(max_groups=2) for g in lease.groups]
+    assert trained == service.acked == ["g0", "g1", "g2", "g3", "g4"]
+    assert "its lease has ended" in caplog.text
+
+
+def test_a_trained_lease_whose_ack_failed_is_not_given_back_to_be_trained_again(service, connect):
+    service.faults = [Fault("/leases/l0/ack", answer=lambda: problem(503, "store-unavailable", "disk full"))] * 100
+    client = connect(retry_for_s=0.1)
+
+    def train() -> None:
+        for _ in client.leases(max_groups=2):
+            pass
+
+    with pytest.raises(StoreUnavailable):
+        train()
+    service.faults = []
+    client.close()
+    assert (service.acked, service.released) == ([], [])
+
+
+# interrupts: Ctrl-C while a blocking call waits, a cancellation of the task on asyncio
+
+
+def unanswered(service: ScriptedService, path: str) -> threading.Event:
+    """The next request for `path` is acted on and gets no answer; the event is set once it was acted on."""
+    acted, answer = threading.Event(), service._answer
+
+    async def silent(request: web.BaseRequest, body: Any) -> web.Response:
+        answered = await answer(request, body)
+        if request.path == path and not acted.is_set():
+            acted.set()
+            await asyncio.Event().wait()  # until its caller hangs up or the service ends
+        return answered
+
+    service._answer = silent  # type: ignore[method-assign]  # this one fault needs the moment between commit and answer
+    return acted
+
+
+def interrupt_when(acted: threading.Event) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def strike() -> None:
+        assert acted.wait(10)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=strike).start()
+
+
+def test_an_interrupt_gives_back_the_lease_whose_answer_was_on_its_way(service):
+    interrupt_when(unanswered(service, "/leases"))
+    with RolloutClient(service.url) as client, pytest.raises(KeyboardInterrupt):
+        next(client.leases(max_groups=2))
+    assert (service.acked, service.released) == ([], ["g0", "g1"])
+
+
+def test_an_interrupted_ack_of_a_trained_lease_is_sent_again(service):
+    interrupt_when(unanswered(service, "/leases/l0/ack"))
+    with RolloutClient(service.url) as client:
+        leases = client.leases(max_groups=2)
+        next(leases)
+        with pytest.raises(KeyboardInterrupt):
+            next(leases)
+    assert (service.acked, service.released) == (["g0", "g1"], [])
+    assert len(service.requests("/leases/l0/ack")) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "acked", "released"), [("/leases", [], ["g0", "g1"]), ("/leases/l0/ack", ["g0", "g1"], [])]
+)
+async def test_a_cancelled_loop_leaves_nothing_behind(service, path, acked, released):
+    async def train(client: AsyncRolloutClient) -> None:
+        async for _ in client.leases(max_groups=2):
+            pass
+
+    acted = unanswered(service, path)
+    async with AsyncRolloutClient(service.url) as client:
+        training = asyncio.create_task(train(client))
+        assert await asyncio.to_thread(acted.wait, 10)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+    assert (service.acked, service.released) == (acked, released)
+    assert not any(held.open for held in service.leases.values())

@@ -107,7 +107,7 @@ def test_names_and_defaults_are_those_of_the_contract(load):
             "openenv_action": "",
             "openenv_observation": "",
             "openenv_reward": "sum",
-            "openenv_seed_by": "rollout",
+            "openenv_seed_by": "group",
             "max_turns": 8,
             "tool_timeout_s": 30.0,
             "fork_threshold_tokens": 1024,
