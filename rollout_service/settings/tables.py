@@ -175,7 +175,8 @@ class ProgramSettings(Table):
         default="sum", description="A rollout's reward: the sum of its steps' rewards, or the last one."
     )
     openenv_seed_by: Literal["rollout", "group"] = Field(
-        default="group", description='One seed for the resets of a group, so that its rollouts are compared on one task.'
+        default="group",
+        description="One seed for the resets of a group, so that its rollouts are compared on one task.",
     )
     max_turns: int = Field(default=8, ge=1, le=1000, description="Most turns of generation of one rollout.")
     tool_timeout_s: float = Field(default=30.0, ge=0.01, le=DAY_S, description="Deadline of one tool or step call.")

@@ -290,9 +290,7 @@ async def test_again_leaves_out_who_has_the_version() -> None:
         assert first.control == second.control == []
 
 
-async def test_an_adapter_is_loaded_in_place_where_it_is_there_and_unloaded_when_no_request_can_name_it() -> (
-    None
-):
+async def test_an_adapter_is_loaded_in_place_where_it_is_there_and_unloaded_when_no_request_can_name_it() -> None:
     run = Run()
     loaded: set[str] = set()
 
