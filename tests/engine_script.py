@@ -237,7 +237,7 @@ def completion(asked_body: dict[str, Any], reply: Reply, *, chat: bool = False) 
     if chat:
         choice["message"] = {"role": "assistant", "content": _text(reply.ids), "tool_calls": []}
         choice["logprobs"] = {"content": [{"token": "t", "logprob": value, "top_logprobs": []} for value in logprobs]}
-        prompt_ids = list("".join(m["content"] for m in asked_body["messages"]).encode())
+        prompt_ids = list("".join(m["content"] or "" for m in asked_body["messages"]).encode())
         return {"choices": [choice], "prompt_token_ids": prompt_ids, "usage": usage}
     prompt = asked_body["prompt"]
     choice |= {

@@ -151,7 +151,7 @@ def _signal(attempt: Attempt, act: Act) -> None:
 
 def _prompt_text(body: dict[str, Any]) -> str:
     if "messages" in body:
-        return "".join(message["content"] for message in body["messages"])
+        return "".join(message["content"] or "" for message in body["messages"])
     given = body["prompt"]
     return given if isinstance(given, str) else bytes(i for i in given if i < 256).decode("utf-8", "replace")
 

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from rollout_service.rewards.outcome import MAX_MESSAGE, MAX_TRACEBACK, outcome_of_error, outcome_of_values
+from rollout_service.loading import MAX_MESSAGE
+from rollout_service.rewards.outcome import MAX_TRACEBACK, outcome_of_error, outcome_of_values
 
 
 @pytest.mark.parametrize(
