@@ -16,6 +16,7 @@ from rollout_service.core.model import (
     FinishReason,
     GroupState,
     Prompt,
+    TeacherTokens,
     Turn,
 )
 from rollout_service.core.records import GroupPayload, GroupScore, RowScore
@@ -65,6 +66,20 @@ def payload(
 
 def row_score(reward: float | None, advantage: float = 0.25) -> RowScore:
     return RowScore(reward=reward, rewards={"accuracy": reward}, advantage=advantage)
+
+
+def taught(sampled: Sequence[int], columns: int, *further: Sequence[int], teacher_id: str = "t") -> RowScore:
+    """A score by a teacher: candidate i of token x is x + 100 * i, logprob -i / 8; `further` samples' tokens too."""
+    tables = [
+        TeacherTokens(
+            teacher_id=teacher_id,
+            ids=array("i", [token + 100 * i for token in tokens for i in range(columns)]),
+            logprobs=array("f", [-i / 8 for _ in tokens for i in range(columns)]),
+            columns=columns,
+        )
+        for tokens in (sampled, *further)
+    ]
+    return RowScore(reward=None, rewards={}, advantage=0.0, teacher=tables)
 
 
 def answer(*payloads: GroupPayload, status: LeaseStatus = LeaseStatus.OK) -> LeaseAnswer:

@@ -233,7 +233,12 @@ class TeacherSettings(Table):
     )
     url: str = Field(description="Base URL, without /v1.")
     model: str = Field(default="", max_length=512, description="Empty: what its /v1/models serves.")
-    top_k: int = Field(default=8, ge=1, le=1000, description="Most likely tokens beside the sampled one.")
+    top_k: int = Field(
+        default=8,
+        ge=1,
+        le=1000,
+        description="Most likely tokens beside the sampled one; above 20 the server needs --max-logprobs.",
+    )
     max_inflight: int = Field(default=32, ge=1, le=MAX_SLOTS, description="Requests at once to this teacher.")
     timeout_s: float = Field(default=120.0, ge=0.01, le=DAY_S, description="Deadline of one request.")
     max_attempts: int = Field(default=3, ge=1, le=100, description="Requests for one sample, at most.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import suppress
 from typing import Any
@@ -67,6 +68,46 @@ def test_leases_are_asked_for_in_binary_and_their_arrays_can_be_written_to():
     assert [group.columns for group in lease.groups] == [{"answer": 42}] * 2
 
 
+def with_teachers() -> tuple[bytes, bytes]:
+    """A lease of one taught sample, one without a teacher and one with a narrower one: as a file, and as JSON."""
+    lease = copy.deepcopy(document(*SAMPLES))
+    first, _, third = [row for group in lease["groups"] for row in group["samples"]]
+    first |= {"teacher_id": "wide"}
+    third |= {"teacher_id": "narrow"}
+    ids = np.array([[5, 6, 7], [8, 9, 10], [11, -1, -1]], np.int32)
+    logprobs = np.array([[0, -1, -2], [-0.5, -1, -3], [-1.5, -np.inf, -np.inf]], np.float32)
+    tables = {"teacher_topk_ids": ids, "teacher_topk_logprobs": logprobs}
+    file = as_file(lease, **tables, teacher_cu_seqlens=np.array([0, 2, 2, 3], np.int64))
+    first |= {"teacher_topk_ids": [[5, 6, 7], [8, 9, 10]], "teacher_topk_logprobs": [[0, -1, -2], [-0.5, -1, -3]]}
+    third |= {"teacher_topk_ids": [[11, -1]], "teacher_topk_logprobs": [[-1.5, None]]}
+    return file, json.dumps(lease).encode()
+
+
+def test_a_teachers_tables_are_views_of_their_samples_rows():
+    content = bytearray(with_teachers()[0])
+    first, second, third = decode_lease(content).samples
+    assert [sample.teacher_id for sample in (first, second, third)] == ["wide", None, "narrow"]
+    assert first.teacher_topk_ids.tolist() == [[5, 6, 7], [8, 9, 10]]
+    assert first.teacher_topk_logprobs.tolist() == [[0, -1, -2], [-0.5, -1, -3]]
+    assert (second.teacher_topk_ids, second.teacher_topk_logprobs) == (None, None)
+    assert third.teacher_topk_ids.tolist() == [[11, -1, -1]]
+    assert third.teacher_topk_logprobs.tolist() == [[-1.5, -np.inf, -np.inf]]
+    whole = np.frombuffer(content, np.uint8)
+    for row in (first, third):
+        for table, dtype in ((row.teacher_topk_ids, np.int32), (row.teacher_topk_logprobs, np.float32)):
+            assert table.dtype == dtype
+            assert table.flags.writeable
+            assert np.shares_memory(table, whole)
+
+
+def test_a_teachers_tables_come_as_json_with_none_for_minus_infinity_and_each_in_its_own_width():
+    with client_of(with_teachers()[1], "application/json", []) as client:
+        first, second, third = client.lease().samples
+    assert (first.teacher_id, first.teacher_topk_ids) == ("wide", [[5, 6, 7], [8, 9, 10]])
+    assert second.teacher_id is None
+    assert (third.teacher_topk_ids, third.teacher_topk_logprobs) == ([[11, -1]], [[-1.5, None]])
+
+
 def test_json_is_asked_for_with_binary_off_and_taken_from_services_that_know_nothing_else():
     seen: list[httpx.Request] = []
     content = json.dumps(document(*SAMPLES)).encode()
@@ -117,6 +158,33 @@ def test_tensors_are_the_same_from_both_encodings():
 
 LEASE = document(*SAMPLES)
 TOKENS = 19
+
+
+TABLES = {
+    "teacher_cu_seqlens": np.array([0, 1, 1, 3], np.int64),
+    "teacher_topk_ids": np.zeros((3, 2), np.int32),
+    "teacher_topk_logprobs": np.zeros((3, 2), np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"teacher_topk_ids": np.zeros((3, 2), np.int64)},
+        {"teacher_topk_ids": np.zeros((3, 3), np.int32)},
+        {"teacher_topk_ids": np.zeros(6, np.int32)},
+        {"teacher_topk_logprobs": np.zeros((2, 2), np.float32)},
+        {"teacher_cu_seqlens": np.array([0, 1, 3], np.int64)},
+        {"teacher_cu_seqlens": np.array([0, 1, 1, 2], np.int64)},
+        {"teacher_cu_seqlens": np.array([0, 3, 1, 3], np.int64)},
+        {"teacher_cu_seqlens": np.array([1, 1, 1, 3], np.int64)},
+    ],
+    ids=lambda wrong: " ".join(f"{name} {value!r}" for name, value in wrong.items()),
+)
+def test_a_file_whose_teachers_tables_contradict_each_other_is_refused(wrong):
+    assert len(decode_lease(as_file(LEASE, **TABLES)).samples) == 3
+    with pytest.raises(UnexpectedAnswer, match="safetensors"):
+        decode_lease(as_file(LEASE, **(TABLES | wrong)))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def opened(here: Path) -> Iterator[Any]:
 
     def opened(path: str, *, epochs: int = 1, shuffle_seed: int = -1, min_group_size: int = 2) -> PromptFile:
         file = PromptFile.open(
-            path, epochs=epochs, shuffle_seed=shuffle_seed, num_generations=8, min_group_size=min_group_size
+            path, epochs=epochs, shuffle_seed=shuffle_seed, default_num_generations=8, min_group_size=min_group_size
         )
         files.append(file)
         return file

@@ -7,12 +7,13 @@ What always holds: no token attends or is predicted across the boundary between 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
 
 from trainer_client.tensors.rows import rows_of
+from trainer_client.tensors.teachers import teacher_arrays
 from trainer_client.types import Group, Sample
 
 __all__ = ["IGNORED_LABEL", "PackedBatch", "pack"]
@@ -46,6 +47,11 @@ class PackedBatch(TypedDict):
     """(N,) int64, the sample's group as a position in what was given; -1 for samples given alone."""
     sample_index: torch.Tensor
     """(N,) int64, the sample's rollout in its group (`Sample.index`)."""
+    teacher_topk_ids: NotRequired[torch.Tensor]
+    """(1, T, K) int64, a teacher's most likely tokens in place of each token to train; -1 fills up, and on context.
+    There only where a teacher scored a sample (distillation); K is the widest table's."""
+    teacher_topk_logprobs: NotRequired[torch.Tensor]
+    """(1, T, K) float32, their logprobs; -inf where the id is -1."""
 
 
 def pack(samples: Sequence[Group] | Sequence[Sample], *, device: torch.device | str | None = None) -> PackedBatch:
@@ -91,7 +97,7 @@ def pack(samples: Sequence[Group] | Sequence[Sample], *, device: torch.device | 
     def tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    return PackedBatch(
+    batch = PackedBatch(
         input_ids=tensor(input_ids),
         position_ids=tensor(position_ids),
         labels=tensor(labels),
@@ -104,3 +110,8 @@ def pack(samples: Sequence[Group] | Sequence[Sample], *, device: torch.device | 
         group_index=tensor(np.array([row.group_index for row in rows], dtype=np.int64)),
         sample_index=tensor(np.array([row.sample.index for row in rows], dtype=np.int64)),
     )
+    starts = [(0, end - row.length) for row, end in zip(rows, ends.tolist(), strict=True)]
+    if tables := teacher_arrays(rows, starts, (1, total)):
+        batch["teacher_topk_ids"] = tensor(tables["teacher_topk_ids"])
+        batch["teacher_topk_logprobs"] = tensor(tables["teacher_topk_logprobs"])
+    return batch
