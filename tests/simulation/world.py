@@ -75,7 +75,16 @@ class ScriptedEngine:
 
     world: World
 
-    def __init__(self, spec: EngineSpec, *, id: str, clients: Any, events: Any, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        id: str,
+        clients: Any,
+        events: Any,
+        clock: Callable[[], float],
+        model_name: Callable[[str], str],
+    ) -> None:
         self.id, self.url = id, spec.url
         self.info: EngineInfo | None = None
         self.in_flight = 0
@@ -91,6 +100,9 @@ class ScriptedEngine:
 
     async def probe(self, timeout_s: float) -> str | None:
         return "connection refused" if self.url in self.world.down else None
+
+    async def control(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> bytes:
+        raise StatusFault(404, "Not Found")
 
     async def detokenize(self, ids: array[int]) -> str | None:
         return None
