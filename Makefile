@@ -84,4 +84,4 @@ clean:  ## remove .venv and what tools left in this folder
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-all: clean  ## the engine's environments in the user's cache folder too
-	rm -rf "$(CACHE)"/engine-*
+	rm -rf "$(CACHE)"/engine-* "$(CACHE)"/calculator-*

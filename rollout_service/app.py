@@ -230,7 +230,7 @@ def with_teachers(settings: Settings, rewards: RewardScorer, metrics: Metrics) -
         )
         for teacher in settings.teachers
     ]
-    return TeacherScorer(specs, rewards=rewards, on_error=metrics.teacher_error)
+    return TeacherScorer(specs, rewards=rewards, on_error=metrics.teacher_error, wait_s=settings.dispatch.engine_wait_s)
 
 
 def _path(config_dir: Path | None) -> list[str]:

@@ -81,6 +81,8 @@ class ScriptedEngine:
         self.on_control: Callable[[str, Any], web.Response | Awaitable[web.Response] | None] = lambda path, body: None
         """Answers a weight or pause call in another way."""
         self.paused = False
+        self.silent = False
+        """/weight_info answers 503."""
         self.asked: list[Asked] = []
         self.aborts: list[list[str]] = []
         self.paths: Counter[str] = Counter()
@@ -207,6 +209,8 @@ class ScriptedEngine:
     async def _weights(self, request: web.Request) -> web.StreamResponse:
         path = request.path_qs
         if path == "/weight_info":
+            if self.silent:
+                return web.json_response({"error": "warming up"}, status=503)
             return web.json_response({"weight_version": self.weight_version})
         body = await request.json() if request.can_read_body else None
         self.control.append((path, body))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rollout_service.core.group import Lease
-from rollout_service.core.model import FinishedRollout, FinishReason
+from rollout_service.core.model import FinishedRollout, FinishReason, agreed
 from rollout_service.core.records import GroupPayload, RowScore
 from rollout_service.core.sequences import TokenSequence, token_sequences
 from rollout_service.orchestrator.views import LeaseAnswer
@@ -106,7 +106,7 @@ def group_head(payload: GroupPayload, lease: Lease, sampling: Mapping[str, Any])
         "reward_std": score.std,
         "columns": prompt.columns,
         # As it was asked for; the configuration may be another one since.
-        "sampling": next((r.sampling for r in survivors if r.sampling), {**sampling, **prompt.sampling}),
+        "sampling": agreed([r.sampling for r in survivors if r.sampling]) or {**sampling, **prompt.sampling},
         "logprobs_mode": modes.pop() if len(modes) == 1 else None,
     }
     return bytes(_encode(head)[:-1] + b',"samples":[')

@@ -144,6 +144,16 @@ class Turn:
     """Policy version current when the engine was asked; None where nobody noted it."""
 
 
+def agreed(samplings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several samplings as one: a field in which they differ is None, for no one value is true of all."""
+    first = dict(samplings[0]) if samplings else {}
+    for other in samplings[1:]:
+        for name in first.keys() | other.keys():
+            if first.get(name) != other.get(name):
+                first[name] = None
+    return first
+
+
 FORK_THRESHOLD_TOKENS = 1024
 """Default of `program.fork_threshold_tokens`, TRL's."""
 

@@ -27,6 +27,7 @@ from rollout_service.engines.settings import POLICY_VERSION, EngineEvents, Fleet
 from rollout_service.engines.texts import PromptTexts
 from rollout_service.engines.updates import WeightUpdates
 from rollout_service.engines.vllm import EngineClients, EngineSpec, VllmEngine
+from rollout_service.engines.weights import FleetReports
 from rollout_service.errors import ConfigError
 
 TEXT_TRIES = 3
@@ -67,6 +68,7 @@ class Fleet:
         self._events: EngineEvents = events or NoEvents()
         self._on_change = on_change
         self._version = version
+        self._reports = FleetReports()
         self._updates = WeightUpdates(lambda: self._members, adapters_kept=settings.adapters_kept)
         self._clock = clock
         self._policy = RetryPolicy(max_attempts=settings.max_attempts)
@@ -114,7 +116,7 @@ class Fleet:
         except ValueError:
             # Without the URL: what cannot be parsed cannot be freed of credentials either.
             raise ConfigError(f"engines[{number}].url is no URL") from None
-        return Member(engine, spec, self._settings, changed=self._changed, version=self._version)
+        return Member(engine, spec, self._settings, changed=self._changed, version=self._version, reports=self._reports)
 
     def _model_name(self, served: str) -> str:
         if not self._settings.model_per_version:

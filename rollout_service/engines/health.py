@@ -19,7 +19,7 @@ from rollout_service.core.model import WeightUpdate
 from rollout_service.engines.faults import EngineFault
 from rollout_service.engines.settings import FleetSettings
 from rollout_service.engines.vllm import EngineInfo, EngineSpec, VllmEngine
-from rollout_service.engines.weights import WeightStanding, load, weight_version
+from rollout_service.engines.weights import FleetReports, LoadFailed, WeightStanding, load, weight_version
 from rollout_service.errors import ConfigError
 
 STRIKES = 3
@@ -44,8 +44,9 @@ class Member:
         *,
         changed: Callable[[], None],
         version: Callable[[], int] = lambda: 0,
+        reports: FleetReports | None = None,
     ) -> None:
-        """`version` gives the current policy version."""
+        """`version` gives the current policy version; `reports` is shared by the fleet."""
         self.engine = engine
         self.max_inflight = spec.max_inflight
         self.in_flight = 0
@@ -54,7 +55,7 @@ class Member:
         """Taken out by request errors and without a success since: gets one request at a time while others can."""
         self.detokenizes = True
         self.error: str | None = "not contacted yet"
-        self.weights = WeightStanding()
+        self.weights = WeightStanding(reports)
         self.current: WeightUpdate | None = None
         """The last weights that were loaded into the fleet: what it is given when it comes back without them."""
         self._settings = settings
@@ -126,21 +127,26 @@ class Member:
 
     # -- weights
 
-    async def take_weights(self, update: WeightUpdate) -> str | None:
+    async def take_weights(self, update: WeightUpdate) -> LoadFailed | None:
         """Load `update`; None, or why it was not loaded: then the engine is out until it has what the run has."""
         error = await self._load(update)
         if error is None and not self.healthy:
             await self._check()
         return error
 
-    async def _load(self, update: WeightUpdate) -> str | None:
+    async def restore(self) -> None:
+        """Nobody loaded the update this engine missed, and it is untouched: give it work again."""
+        self.weights.untouched()
+        await self._check()
+
+    async def _load(self, update: WeightUpdate) -> LoadFailed | None:
         self._loading += 1
         try:
             async with self._one_load:
                 await load(self.engine, update, timeout_s=self._settings.weights_timeout_s)
-        except EngineFault as fault:
-            self.missed(update, str(fault))
-            return str(fault)
+        except LoadFailed as failed:
+            self.missed(update, str(failed))
+            return failed
         except BaseException:
             self.missed(update, "the update was broken off")
             raise
@@ -156,12 +162,18 @@ class Member:
         self.weights.missed(update.version, why)
         self._take_out(f"behind: {self.weights.why_behind}")
 
+    def may_catch_up(self) -> None:
+        """There are new weights to give it: try at its next check."""
+        self._catch_up_from = -math.inf
+
     async def _look_at_weights(self) -> None:
         current = self._version()  # before asking: a version posted meanwhile must not make the answer look old
         was_known = self.weights.reports
         try:
             reported = await weight_version(self.engine)
         except EngineFault as fault:
+            if not self.healthy and self.weights.reports:
+                raise  # back from somewhere, perhaps with its first weights: no work before it has said
             # It is healthy and hides its weights for now; the next look tells.
             log.info("engine_weight_version_unknown", engine=self.engine.url, error=str(fault))
             return

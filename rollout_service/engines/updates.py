@@ -2,8 +2,8 @@
 
 What always holds: one update at a time; engines load side by side, each paused no longer than its own load takes; an
 engine that does not follow is out of the fleet before the call ends, so no request meets its old weights; engines that
-were out already are taken along where they answer, and do not make the call fail. Weights that every engine of the
-fleet has loaded are given again to one that comes back without them.
+were out already are neither waited for nor make the call fail. Weights that every engine of the
+fleet has loaded are given to those that were out, and again to one that comes back without them.
 """
 
 from __future__ import annotations
@@ -38,25 +38,40 @@ class WeightUpdates:
         not follow, Unavailable where none is there.
         """
         members = self._members()
-        reachable = [member for member in members if member.reachable]
-        if not reachable:
+        # Engines that are out already are not waited for: they get the weights at one of their next checks.
+        fleet = [member for member in members if member.healthy] or [m for m in members if m.reachable]
+        if not fleet:
             raise Unavailable("no engine answers that could load the weights")
-        for member in members:
-            member.current = None
-            if member not in reachable:
-                member.missed(update, f"it was not reachable ({member.error})")
-        todo = [member for member in reachable if not (again and member.weights.reported == str(update.version))]
-        fleet = {member.engine.id for member in todo if member.healthy}
-        errors = await asyncio.gather(*(member.take_weights(update) for member in todo))
-        failed = {member: error for member, error in zip(todo, errors, strict=True) if error is not None}
-        for member, error in failed.items():
-            log.error("engine_did_not_follow", engine=member.engine.url, version=update.version, error=error)
-        if len(failed) == len(reachable) or any(member.engine.id in fleet for member in failed):
-            raise _behind(update, failed)
-        for member in members:
-            member.current = update
+        todo = [member for member in fleet if not (again and member.weights.reported == str(update.version))]
+        if todo:
+            await self._load(update, members, fleet, todo)
         await self._forget_adapters(update)
         return [member.engine.id for member in members if member.weights.why_behind is not None]
+
+    async def _load(
+        self, update: WeightUpdate, members: Sequence[Member], fleet: Sequence[Member], todo: Sequence[Member]
+    ) -> None:
+        before = [member.current for member in members]
+        for member in members:
+            member.current = None  # nobody is given older weights while others load these
+        outcomes = await asyncio.gather(*(member.take_weights(update) for member in todo))
+        failed = {member: error for member, error in zip(todo, outcomes, strict=True) if error is not None}
+        for member, error in failed.items():
+            log.error("engine_did_not_follow", engine=member.engine.url, version=update.version, error=str(error))
+        if failed and len(failed) == len(fleet) and not any(error.touched for error in failed.values()):
+            # The update itself is wrong (a mistyped path), and no engine was changed: the run goes on as it was.
+            for member, current in zip(members, before, strict=True):
+                member.current = current
+            await asyncio.gather(*(member.restore() for member in failed))
+            raise _behind(update, {member: str(error) for member, error in failed.items()}, goes_on=True)
+        for member in members:
+            if member not in fleet:
+                member.missed(update, f"it was out of the fleet ({member.error})")
+        if failed:
+            raise _behind(update, {member: str(error) for member, error in failed.items()}, goes_on=False)
+        for member in members:
+            member.current = update
+            member.may_catch_up()
 
     async def _forget_adapters(self, update: WeightUpdate) -> None:
         """Unload adapters no request can name any more. What fails here costs the engine memory, not the run."""
@@ -72,11 +87,15 @@ class WeightUpdates:
                     log.info("adapter_not_unloaded", engine=member.engine.url, adapter=name, error=str(fault))
 
 
-def _behind(update: WeightUpdate, failed: dict[Member, str]) -> EnginesBehind:
+def _behind(update: WeightUpdate, failed: dict[Member, str], *, goes_on: bool) -> EnginesBehind:
     told = "; ".join(f"{member.engine.id} ({member.engine.url}): {error}" for member, error in failed.items())
+    then = (
+        "No engine was changed, and the run goes on with the weights it has"
+        if goes_on
+        else "No work goes there until they are; the same call again goes on without them"
+    )
     return EnginesBehind(
-        f"the weights of version {update.version} were not loaded by {told}. No work goes there until they are, and "
-        "the policy version was not posted; the same call again goes on without them",
+        f"the weights of version {update.version} were not loaded by {told}. {then}. The policy version was not posted",
         engines=[
             {"id": member.engine.id, "url": member.engine.url, "error": error} for member, error in failed.items()
         ],

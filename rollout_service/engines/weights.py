@@ -35,15 +35,24 @@ class Control(Protocol):
         """The body of the answer. Raises EngineFault for everything but 200."""
 
 
+class FleetReports:
+    """Whether any engine of a fleet has reported the version of the run: then the versions mean something."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+
 class WeightStanding:
     """What is known of one engine's weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: FleetReports | None = None) -> None:
         self.reported: str | None = None
         """The weight version it reported last; None: it has no such route, or was never asked."""
         self.why_behind: str | None = None
         """Why it may get no work; None: it may."""
         self._reports = False
+        self._fleet = fleet if fleet is not None else FleetReports()
+        self._loaded: int | None = None
         self._missed: str | None = None
         self._seen_since_missed = True
 
@@ -59,10 +68,13 @@ class WeightStanding:
         self.reported, self._seen_since_missed = reported, True
         number = int(reported) if reported is not None and reported.isascii() and reported.isdecimal() else None
         if number is not None and number == current > 0:
-            self._reports = True
+            self._reports = self._fleet.seen = True
+        # An engine that has followed an update whose version is not posted yet (a lower one, in a reset) is not behind.
+        needed = current if self._loaded is None else min(current, self._loaded)
+        counts = self._reports or (self._fleet.seen and reported is not None)
         if self._missed is not None:
             self.why_behind = self._missed
-        elif self._reports and (number is None or number < current):
+        elif counts and (number is None or number < needed):
             has = "does not say which weights it has" if reported is None else f"reports the weights {reported!r}"
             self.why_behind = f"it {has}, the policy version is {current}"
         else:
@@ -70,8 +82,12 @@ class WeightStanding:
 
     def loaded(self, version: int) -> None:
         """It has loaded and announced `version`."""
-        self.reported, self.why_behind = str(version), None
+        self.reported, self.why_behind, self._loaded = str(version), None, version
         self._reports, self._missed = True, None
+
+    def untouched(self) -> None:
+        """The update it missed changed no engine: it has what it had."""
+        self._missed = self.why_behind = None
 
     def missed(self, version: int, why: str) -> None:
         """It did not load `version`: whatever it serves now is not that, until it reports something else.
@@ -80,6 +96,14 @@ class WeightStanding:
         """
         self._reports, self._seen_since_missed = True, False
         self._missed = self.why_behind = f"it did not load the weights of version {version}: {why}"
+
+
+class LoadFailed(Exception):
+    """An engine did not load. `touched`: its weights, or what it is doing, may be another than before."""
+
+    def __init__(self, detail: str, *, touched: bool) -> None:
+        super().__init__(detail)
+        self.touched = touched
 
 
 class _Info(msgspec.Struct):
@@ -101,22 +125,32 @@ async def weight_version(engine: Control) -> str | None:
 
 
 async def load(engine: Control, update: WeightUpdate, *, timeout_s: float) -> None:
-    """Pause (`keep`), load, announce the version, resume. `timeout_s` bounds the loading. Raises EngineFault."""
+    """Pause (`keep`), load, announce the version, resume. `timeout_s` bounds the loading. Raises LoadFailed."""
+    sent = False
     try:
         # Pausing also empties the prefix cache, whose entries are states of the old weights.
         await engine.control("POST", "/pause?mode=keep", timeout_s=PAUSE_S)
+        sent = True
         await _load(engine, update, timeout_s)
         await engine.control(
             "POST", "/update_weight_version", {"new_version": str(update.version)}, timeout_s=ANNOUNCE_S
         )
-    except BaseException:
+    except BaseException as error:
         try:
             await engine.control("POST", "/resume", timeout_s=ANNOUNCE_S)
         except EngineFault as fault:
             # What went wrong first is on its way; a dead engine cannot resume anyhow.
             log.warning("engine_could_not_resume", engine=engine.url, error=str(fault))
-        raise
-    await engine.control("POST", "/resume", timeout_s=ANNOUNCE_S)
+            if isinstance(error, EngineFault):
+                raise LoadFailed(str(error), touched=True) from error
+        if not isinstance(error, EngineFault):
+            raise
+        refused = isinstance(error, StatusFault) and error.status < 500
+        raise LoadFailed(str(error), touched=sent and not refused) from error
+    try:
+        await engine.control("POST", "/resume", timeout_s=ANNOUNCE_S)
+    except EngineFault as fault:
+        raise LoadFailed(str(fault), touched=True) from fault
 
 
 async def unload_adapter(engine: Control, name: str) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rollout_service.core.changes import Bumped
 from rollout_service.core.model import WeightUpdate
-from rollout_service.errors import PathNotAllowed
+from rollout_service.errors import PathNotAllowed, ShuttingDown
 
 
 class Versions(Protocol):
@@ -41,6 +41,7 @@ class PolicyUpdates:
         self._versions = versions
         self._loader = loader
         self._allowed = tuple(allowed_paths)
+        self._closing = False
         self._one = asyncio.Lock()
         self._running: set[asyncio.Task[tuple[Bumped, list[str]]]] = set()
 
@@ -50,6 +51,8 @@ class PolicyUpdates:
         Raises PathNotAllowed, Conflict for a version that is too low, EnginesBehind, Unavailable.
         """
         await asyncio.to_thread(check_path, update.path, self._allowed)
+        if self._closing:  # engines would be paused with nobody left to resume them
+            raise ShuttingDown("the service is ending; ask again after its restart")
         task = asyncio.create_task(self._do(update, reset), name=f"weights-{update.version}")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -64,7 +67,8 @@ class PolicyUpdates:
             return await self._versions.post_version(update.version, reset=reset), behind
 
     async def stop(self) -> None:
-        """Break off what runs; its engines are told to resume."""
+        """Break off what runs, and begin nothing more; engines that load are told to resume."""
+        self._closing = True
         for task in self._running:
             task.cancel()
         if self._running:

@@ -15,11 +15,16 @@ from typing import Any, TypeVar
 
 from rollout_service.core.model import FinishReason, RolloutJob, Turn
 from rollout_service.engines import Answer, Deadline, Gate, GenerateRequest
+from rollout_service.loading import clean
 from rollout_service.rollouts.cancellation import CancelToken, RolloutCancelled
 from rollout_service.rollouts.sampling import SamplingDefaults, effective_sampling
 from rollout_service.rollouts.single_turn import Engines
 
 T = TypeVar("T")
+
+MAX_NAME = 128
+MAX_METRICS = 256
+"""Enough for people; a program that names them by its data would fill the store."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -54,6 +59,8 @@ class Reply:
 class Record:
     """What one rollout has made so far."""
 
+    samplings: list[Mapping[str, Any]] = field(default_factory=list)
+    """What was asked for, of every generation that was answered."""
     turns: list[Turn | None] = field(default_factory=list)
     """By the order in which the calls began; None: not answered yet, or failed."""
     last_messages: Messages | None = None
@@ -88,6 +95,7 @@ class Context:
         self._job, self._engines, self._gate = job, engines, gate
         self._remaining, self._clock = remaining, clock
         self._sampling, self._token, self._record = sampling, token, record
+        self._open: set[asyncio.Task[Answer]] = set()
 
     @property
     def group_id(self) -> str:
@@ -154,13 +162,22 @@ class Context:
     def metric(self, name: str, value: float) -> None:
         """A number to deliver with the sample; the last one of a name counts."""
         self._token.check()
-        self._record.metrics[name] = float(value)
+        if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME:
+            raise ValueError(f"a metric's name is a printable text of at most {MAX_NAME} characters")
+        if len(self._record.metrics) >= MAX_METRICS and name not in self._record.metrics:
+            raise ValueError(f"a rollout has {MAX_METRICS} metrics at most")
+        self._record.metrics[clean(name)] = float(value)
 
     async def sleep(self, seconds: float) -> None:
         """Wait, or raise RolloutCancelled where the rollout ends meanwhile."""
         self._token.check()
         await asyncio.sleep(seconds)
         self._token.check()
+
+    def close(self) -> None:
+        """Abort what is still being generated; the token is set."""
+        for asking in self._open:
+            asking.cancel()
 
     async def _generate(
         self,
@@ -185,8 +202,19 @@ class Context:
         )
         # A deadline of this call's own: calls side by side would extend a shared one twice for one pause.
         deadline = Deadline(self._clock, self._remaining())
-        answer = await self._engines.generate(request, gate=self._gate, deadline=deadline)
+        # In a task that is kept: a program may have left it running beside others, or behind, when its rollout ends.
+        asking = asyncio.get_running_loop().create_task(
+            self._engines.generate(request, gate=self._gate, deadline=deadline), name="generation"
+        )
+        self._open.add(asking)
+        asking.add_done_callback(self._open.discard)
+        try:
+            answer = await asking
+        except asyncio.CancelledError:
+            self._token.check()
+            raise
         self._token.check()
+        record.samplings.append(request.sampling)
         record.turns[place] = replace(answer.turn, version=answer.policy_version)
         record.attempts += answer.attempts
         record.wasted_tokens += answer.wasted_tokens

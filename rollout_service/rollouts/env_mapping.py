@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_service.rollouts.context import Messages
-from rollout_service.rollouts.program import ProgramFault
+from rollout_service.rollouts.faults import ProgramFault
 
 TEXT_FIELDS = ("text", "prompt", "message", "content")
 """Fields of an observation that are read as its text, the first one first."""

@@ -19,7 +19,7 @@ import structlog
 from rollout_service.core.model import FailureReason
 from rollout_service.errors import ConfigError
 from rollout_service.loading import clean
-from rollout_service.rollouts.program import ProgramFault
+from rollout_service.rollouts.faults import ProgramFault
 
 CLOSE_S = 2.0
 """A polite close may take so long in the background; then the connection is aborted."""

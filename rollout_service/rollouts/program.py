@@ -8,6 +8,7 @@ does later counts. An exception of the program costs its own rollout.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,15 +24,17 @@ from rollout_service.core.model import (
     FinishedRollout,
     Prompt,
     RolloutJob,
+    agreed,
 )
 from rollout_service.engines import Deadline, Gate, GenerationFailed
 from rollout_service.errors import RolloutServiceError
 from rollout_service.loading import clean
 from rollout_service.rollouts.cancellation import CancelToken, RolloutCancelled
 from rollout_service.rollouts.context import Context, Record, ThreadContext
-from rollout_service.rollouts.sampling import SamplingDefaults, effective_sampling
+from rollout_service.rollouts.faults import ProgramFault
+from rollout_service.rollouts.sampling import SamplingDefaults
 from rollout_service.rollouts.single_turn import Engines
-from rollout_service.rollouts.threads import Threads
+from rollout_service.rollouts.threads import NoThreads, Threads
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +52,8 @@ class Program:
     """A plain function, which blocks."""
 
 
+MAX_COMPLETION = 4_000_000
+"""Characters: several contexts full of text, and little enough for a lease of many."""
 SUPERSEDED = "the rollout is no longer wanted: its group became stale, was cancelled, or the service ends"
 TIMED_OUT = "the rollout ran past its deadline"
 
@@ -61,14 +66,6 @@ class ProgramSettings:
     """From its start to its end; time spent at a closed gate, or waiting for a thread, does not count."""
     fork_threshold: int = FORK_THRESHOLD_TOKENS
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-
-
-class ProgramFault(Exception):
-    """What a program did is no rollout; its rollout failed for `reason`."""
-
-    def __init__(self, detail: str, reason: FailureReason = FailureReason.PROGRAM) -> None:
-        super().__init__(detail)
-        self.reason = reason
 
 
 class ProgramRunner:
@@ -144,6 +141,7 @@ class ProgramRunner:
             return work.result()
         finally:
             token.set(SUPERSEDED)
+            context.close()
             if not work.done():
                 work.cancel()
                 # Not waited for: a program may catch its cancellation, and the slot is wanted.
@@ -161,10 +159,17 @@ class ProgramRunner:
             return await self._threads.run(lambda: self._program(blocking, row), name=name, started=timer.start)
         except (GenerationFailed, ProgramFault):
             raise
+        except NoThreads as error:
+            raise ProgramFault(str(error), FailureReason.INTERNAL) from error
         except asyncio.CancelledError:
             raise
         except RolloutCancelled as over:
             raise ProgramFault(str(over)) from None
+        except BaseExceptionGroup as group:
+            if (known := _known(group)) is not None:
+                raise known from group
+            log.warning("program_raised", group_id=job.group_id, attempt=job.attempt, index=job.index, exc_info=group)
+            raise ProgramFault(clean(f"the program raised {type(group).__name__}: {group}")) from group
         except RolloutServiceError as error:  # a sampling field that does not exist, for one
             raise ProgramFault(f"the program: {error}") from error
         except BaseException as error:  # SystemExit too: in a task it would end the service
@@ -196,7 +201,7 @@ class ProgramRunner:
             turns=turns,
             metrics=metrics | {name: value for name, value in record.metrics.items() if math.isfinite(value)},
             logprobs_mode=record.logprobs_mode,
-            sampling=effective_sampling(self._settings.sampling, prompt.sampling),
+            sampling=agreed(record.samplings),
             reward=record.reward,
             fork_threshold=self._settings.fork_threshold,
         )
@@ -245,21 +250,52 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     return row
 
 
+def _known(group: BaseExceptionGroup[BaseException]) -> GenerationFailed | ProgramFault | None:
+    """What a TaskGroup of `ctx` calls failed of, where it was nothing else than engines and the rollout's end."""
+    leaves: list[BaseException] = []
+    todo: list[BaseException] = [group]
+    while todo:
+        error = todo.pop()
+        if isinstance(error, BaseExceptionGroup):
+            todo.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    if not all(isinstance(leaf, GenerationFailed | RolloutCancelled) for leaf in leaves):
+        return None
+    failed = next((leaf for leaf in leaves if isinstance(leaf, GenerationFailed)), None)
+    return failed if failed is not None else ProgramFault(str(leaves[0]))
+
+
 def _completion(prompt: Prompt, record: Record, returned: Any) -> Sequence[Mapping[str, Any]] | str:
     """What rewards see: what the program returned, else what its turns made of the prompt."""
     if isinstance(returned, str):
-        return [{"role": "assistant", "content": returned}] if prompt.messages is not None else returned
+        text: str = _plain(returned)
+        return [{"role": "assistant", "content": text}] if prompt.messages is not None else text
     if returned is not None:
         if not isinstance(returned, Sequence) or not all(isinstance(message, Mapping) for message in returned):
             raise ProgramFault(f"the program returned {type(returned).__name__}, no text, list of messages or None")
-        return [dict(message) for message in returned]
+        messages: list[dict[str, Any]] = _plain([dict(message) for message in returned])
+        return messages
     turns = record.answered
     if prompt.messages is None:
         return "".join(turn.text for turn in turns)
     last = dict(turns[-1].message or {"role": "assistant", "content": turns[-1].text})
     history = record.last_messages or ()
     asked = [dict(message) for message in prompt.messages]
-    return [*history[len(asked) :], last] if list(history[: len(asked)]) == asked else [last]
+    made = [*history[len(asked) :], last] if list(history[: len(asked)]) == asked else [last]
+    plain: list[dict[str, Any]] = _plain(made)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """`value` as the JSON of the store and of leases: what is none there costs this rollout, not the run."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ProgramFault(clean(f"the completion is not JSON: {error}")) from error
+    if len(text) > MAX_COMPLETION:
+        raise ProgramFault(f"the completion has {len(text)} characters, more than {MAX_COMPLETION}")
+    return json.loads(clean(text, MAX_COMPLETION))
 
 
 def _failed(

@@ -33,6 +33,10 @@ class ThreadCounts:
     """Calls that wait for a place."""
 
 
+class NoThreads(Exception):
+    """Every place is lost to a thread that ignores its end; none will be free."""
+
+
 class _Job:
     __slots__ = ("cancelled", "done", "made_good", "stuck")
 
@@ -123,18 +127,37 @@ class Threads:
         if job.made_good:
             self._made_good += 1
             self._release()
+        elif self._all_lost:
+            for place in self._queue:
+                if not place.done():
+                    place.set_exception(self._no_threads())
+            self._queue.clear()
+
+    @property
+    def _all_lost(self) -> bool:
+        return self._stuck - self._made_good >= self._places
+
+    def _no_threads(self) -> NoThreads:
+        return NoThreads(
+            f"{self._stuck} threads ignore their end and no place is left (program.threads = {self._places}): restart, "
+            "and have the program end within program.grace_s of ctx.cancelled"
+        )
 
     async def _acquire(self) -> None:
         if self._free > 0:
             self._free -= 1
             return
+        if self._all_lost:
+            raise self._no_threads()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         try:
             await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
+            if place.done() and not place.cancelled() and place.exception() is None:
                 self._release()  # it was given in the same moment
+            with suppress(ValueError):
+                self._queue.remove(place)
             raise
 
     def _release(self) -> None:

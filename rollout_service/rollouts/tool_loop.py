@@ -12,7 +12,8 @@ from typing import Any
 from rollout_service.core.model import FailureReason
 from rollout_service.engines import GenerationFailed
 from rollout_service.rollouts.context import Context
-from rollout_service.rollouts.program import AsyncProgram, ProgramFault, Row
+from rollout_service.rollouts.faults import ProgramFault
+from rollout_service.rollouts.program import AsyncProgram, Row
 from rollout_service.rollouts.tools import ToolBox
 
 

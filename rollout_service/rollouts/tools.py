@@ -1,7 +1,8 @@
 """Python functions as tools: their schema from signature and docstring, and one call of one of them.
 
-What always holds: a call gives a message for the policy and never raises but the cancellation of its own task: bad
-JSON, arguments of the wrong type, an unknown name, an exception and a timeout are answers the policy can react to.
+What always holds: a call gives a message for the policy: bad JSON, arguments of the wrong type, an unknown name, an
+exception and a timeout are answers the policy can react to. It raises only the cancellation of its own task, and
+ProgramFault where no thread can be had any more, which no policy should learn from.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import structlog
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
+from rollout_service.core.model import FailureReason
 from rollout_service.errors import ConfigError
 from rollout_service.loading import clean, load_first_in
-from rollout_service.rollouts.threads import Threads
+from rollout_service.rollouts.faults import ProgramFault
+from rollout_service.rollouts.threads import NoThreads, Threads
 
 MAX_ANSWER = 1_000_000
 """Characters of a tool's answer: more fits no context, and would fill the store."""
@@ -127,9 +130,10 @@ class ToolBox:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or name}: {e['msg']}" for e in error.errors())
             raise _Fault(f"Error: {wrong}") from error
         try:
-            content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise _Fault(f"Error: what {name} returned cannot be shown: {error}") from error
+            content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+        except Exception as error:  # conversions of the tool's own objects may raise anything
+            words = f"Error: what {name} returned cannot be shown: {type(error).__name__}: {_said(error)}"
+            raise _Fault(clean(words)) from error
         if len(content) > MAX_ANSWER:
             raise _Fault(f"Error: the answer of {name} has {len(content)} characters, more than {MAX_ANSWER}")
         return clean(content, MAX_ANSWER)
@@ -138,13 +142,19 @@ class ToolBox:
         call = functools.partial(tool.call, **arguments)
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            # Waiting for a thread is not the tool's time: its limit begins when it does.
+            async with asyncio.timeout(self._timeout_s if tool.is_async else None) as limit:
                 if tool.is_async:
                     return await call()
-                return await self._threads.run(call, name=f"tool-{tool.name}")
+                began = functools.partial(_begin, limit, loop, self._timeout_s)
+                result = await self._threads.run(call, name=f"tool-{tool.name}", started=began)
+                return await result if inspect.isawaitable(result) else result
         except ValidationError:
             raise
+        except NoThreads as error:  # no fault of the policy's: it must not learn from it
+            raise ProgramFault(str(error), FailureReason.INTERNAL) from error
         except TimeoutError as error:
             if limit.expired():
                 raise _Fault(f"Error: {tool.name} did not answer in {self._timeout_s:g} s") from error
@@ -156,6 +166,24 @@ class ToolBox:
         except BaseException as error:  # SystemExit too: in a task it would end the service
             log.info("tool_raised", tool=tool.name, exc_info=error)
             raise _Fault(clean(f"Error: {type(error).__name__}: {error}")) from error
+
+
+def _begin(limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    limit.reschedule(loop.time() + seconds)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # its own words may fail too
+        return "(no words)"
+
+
+def _plain(value: Any) -> Any:
+    """numpy and torch values as the plain ones they hold; nothing else is JSON that json does not know."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 class _Fault(Exception):

@@ -38,13 +38,18 @@ class TeacherScorer:
     """Implements the orchestrator's Scorer."""
 
     def __init__(
-        self, specs: Sequence[TeacherSpec], *, rewards: Rewards, on_error: Callable[[str], None] = lambda teacher: None
+        self,
+        specs: Sequence[TeacherSpec],
+        *,
+        rewards: Rewards,
+        on_error: Callable[[str], None] = lambda teacher: None,
+        wait_s: float = 0.0,
     ) -> None:
         """`specs`: at least one, with different ids; `on_error` is called with a teacher's id for every rollout it
-        failed on."""
+        failed on; `wait_s`: how long a sample waits for a teacher that is down."""
         # One thread: answers decoded side by side would only take the interpreter away from the event loop.
         self._decoding = ThreadPoolExecutor(1, thread_name_prefix="teacher-answers")
-        self._teachers = {spec.id: Teacher(spec, self._decoding) for spec in specs}
+        self._teachers = {spec.id: Teacher(spec, self._decoding, wait_s=wait_s) for spec in specs}
         self._rewards = rewards
         self._on_error = on_error
         self._stopped = False

@@ -16,13 +16,15 @@ import structlog
 
 from rollout_service.core.model import TeacherTokens
 from rollout_service.core.sequences import TokenSequence
-from rollout_service.engines.faults import EngineFault, StatusFault
+from rollout_service.engines.faults import EngineFault, StatusFault, TransportFault
 from rollout_service.engines.retry import RetryPolicy
 from rollout_service.errors import ConfigError
 from rollout_service.teachers.answers import teacher_tokens
 from rollout_service.teachers.http import Served, TeacherServer
 from rollout_service.teachers.spec import TeacherSpec
 
+DOWN_PAUSE_S = 0.5
+"""Between two tries to reach a teacher that is down."""
 LARGE_ANSWER = 32_768
 """Bytes that take a millisecond to decode; larger answers are decoded in a thread."""
 
@@ -36,8 +38,9 @@ class TeacherFailed(Exception):
 class Teacher:
     """One configured teacher, on the event loop that ran `start`."""
 
-    def __init__(self, spec: TeacherSpec, decoding: Executor) -> None:
-        """`decoding` decodes large answers."""
+    def __init__(self, spec: TeacherSpec, decoding: Executor, *, wait_s: float = 0.0) -> None:
+        """`decoding` decodes large answers; `wait_s`: how long a sample waits for a teacher that is down."""
+        self._wait_s = wait_s
         self.spec = spec
         self._decoding = decoding
         self._policy = RetryPolicy(max_attempts=spec.max_attempts)
@@ -67,6 +70,8 @@ class Teacher:
 
     async def _table(self, sequence: TokenSequence) -> TeacherTokens:
         attempts = 0
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         while True:
             try:
                 async with self._slots:
@@ -75,12 +80,28 @@ class Teacher:
                 raise TeacherFailed(str(error)) from error
             except EngineFault as error:
                 fault = error
+            if isinstance(fault, TransportFault) and loop.time() - began < self._wait_s and await self._down():
+                # It is down, which says nothing about the sample (as with engines, design 3.2.5).
+                await asyncio.sleep(DOWN_PAUSE_S)
+                continue
             attempts += 1
             if self._policy.gives_up(attempts, fault):
                 raise TeacherFailed(self._words(fault, attempts)) from fault
             # Jitter only; nothing secret depends on it.
             jitter = random.random()  # noqa: S311
             await asyncio.sleep(self._policy.pause_s(attempts, jitter=jitter, retry_after_s=fault.retry_after_s))
+
+    async def _down(self) -> bool:
+        """Whether the teacher answers nothing at all."""
+        if self._server is None:
+            return False
+        try:
+            await self._server.served(self.spec.model)
+        except EngineFault:
+            return True
+        except ConfigError:  # something answers: the next try tells what is wrong with it
+            return False
+        return False
 
     async def _once(self, sequence: TokenSequence) -> TeacherTokens:
         server, spec = self._server, self.spec

@@ -179,3 +179,10 @@ async def test_an_update_goes_on_when_its_caller_hangs_up() -> None:
                 await asyncio.sleep(0.005)
         # The caller asks again, as a client does whose answer was lost.
         assert (await live.post("/policy_version", body)).json()["previous"] == 8
+
+
+async def test_a_service_that_ends_begins_no_update(loading: Service) -> None:
+    await loading.context.updates.stop()
+    answer = await loading.post("/policy_version", {"version": 8, "weights": {"path": "/ckpt/8"}})
+    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/shutting-down")
+    assert loading.fleet.updates == []

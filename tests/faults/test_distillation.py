@@ -218,7 +218,8 @@ async def test_a_teacher_that_fails_on_a_sample_has_it_dropped_and_counted_and_n
 async def test_a_teacher_that_stays_down_halts_with_its_own_words_and_resume_goes_on(
     engine: Engine, teacher: ScriptedTeacher, service: MakeService
 ) -> None:
-    live = await service(**distilling(teacher, groups={"halt_after_unproductive_groups": 3}))
+    limits = {"groups": {"halt_after_unproductive_groups": 3}, "dispatch": {"engine_wait_s": 0.2}}
+    live = await service(**distilling(teacher, **limits))
     await teacher.stop()
     await live.submit(prompt("a", 3))
     halted = await until(lambda: _halt(live), what="halted")
@@ -229,6 +230,22 @@ async def test_a_teacher_that_stays_down_halts_with_its_own_words_and_resume_goe
     await live.http.post("/resume")
     await live.submit(prompt("b", 2))
     assert sorted(group["prompt_id"] for group in await live.collect(2)) == ["b", "b#1"]
+
+
+async def test_samples_wait_for_a_teacher_that_is_down_and_cost_nothing(
+    engine: Engine, teacher: ScriptedTeacher, service: MakeService
+) -> None:
+    live = await service(**distilling(teacher))
+    await teacher.stop()
+    await live.submit(prompt("a", 3))
+    await until(lambda: _scoring(live, 3))
+    await teacher.start()
+    assert len(await live.collect(3)) == 3
+    assert await live.metric(TEACHER_ERRORS, 't0"') == 0
+
+
+async def _scoring(live: Any, count: int) -> bool:
+    return bool((await live.counts())["scoring"] == count)
 
 
 async def _halt(live: Any) -> Any:

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from rollout_service.core.model import WeightUpdate
 from rollout_service.engines import EngineSpec, Fleet, FleetSettings
-from rollout_service.engines.weights import WeightStanding
+from rollout_service.engines.weights import FleetReports, WeightStanding
 from rollout_service.errors import EnginesBehind, Unavailable
 from tests.engine_fleets import generate, until
 from tests.engine_script import Reply, ScriptedEngine, hold
@@ -116,8 +116,113 @@ async def test_it_is_back_as_soon_as_it_loads() -> None:
         with pytest.raises(EnginesBehind):
             await fleet.update_weights(update(1))
         bad.on_control = lambda path, body: None
-        assert await fleet.update_weights(update(1)) == []
+        assert await fleet.update_weights(update(1)) == ["e1"]
+        run.version = 1
+        await until(lambda: facts(fleet, "healthy") == [True, True])
+        assert bad.weight_version == "1"
+
+
+async def test_an_engine_that_is_out_and_hangs_does_not_hold_up_an_update() -> None:
+    run = Run()
+
+    async def hangs() -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    async with two() as (good, bad), fleet_of(good, bad, run=run) as fleet:
+        bad.on_control = fails("/pause?mode=keep")
+        with pytest.raises(EnginesBehind):
+            await fleet.update_weights(update(1))
+        bad.on_control = lambda path, body: hangs()
+        async with asyncio.timeout(5):
+            assert await fleet.update_weights(update(1)) == ["e1"]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/collective_rpc", 400), ("/pause?mode=keep", 500)])
+async def test_an_update_that_no_engine_took_and_that_changed_none_leaves_the_run_as_it_was(
+    path: str, status: int
+) -> None:
+    run = Run()
+    async with two() as engines, fleet_of(*engines, run=run) as fleet:
+        await fleet.update_weights(update(1))
+        run.version = 1
+        for engine in engines:
+            engine.on_control = fails(path, status)
+        with pytest.raises(EnginesBehind, match="No engine was changed"):
+            await fleet.update_weights(update(2))
         assert facts(fleet, "healthy") == [True, True]
+        assert facts(fleet, "behind") == [False, False]
+        assert (await generate(fleet)).turn.output_ids
+
+
+async def test_posting_the_same_version_with_another_path_does_not_make_it_the_runs() -> None:
+    run = Run()
+    async with two() as (stays, restarts), fleet_of(stays, restarts, run=run) as fleet:
+        await fleet.update_weights(update(1))
+        run.version = 1
+        await fleet.update_weights(WeightUpdate(version=1, path="/ckpt/typo"), again=True)
+        await restarts.stop()
+        await until(lambda: facts(fleet, "healthy") == [True, False])
+        restarts.weight_version = "default"
+        restarts.control.clear()
+        await restarts.start()
+        await until(lambda: facts(fleet, "healthy") == [True, True])
+        assert (
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": "/ckpt/1"}},
+        ) in restarts.control
+
+
+async def test_an_engine_that_comes_back_is_not_used_before_it_has_said_what_it_has() -> None:
+    run = Run()
+    async with two() as (stays, restarts), fleet_of(stays, restarts, run=run) as fleet:
+        await fleet.update_weights(update(1))
+        run.version = 1
+        await restarts.stop()
+        await until(lambda: facts(fleet, "healthy") == [True, False])
+        restarts.silent = True
+        await restarts.start()
+        seen = restarts.paths["/weight_info"]
+        await until(lambda: restarts.paths["/weight_info"] > seen + 3)
+        assert facts(fleet, "healthy") == [True, False]
+        restarts.silent = False
+        await until(lambda: facts(fleet, "healthy") == [True, True])
+
+
+async def test_a_reset_with_weights_takes_out_nobody_who_followed() -> None:
+    run = Run()
+    slow, go_on = asyncio.Event(), asyncio.Event()
+
+    async def waits() -> web.Response:
+        slow.set()
+        await go_on.wait()
+        return web.json_response({})
+
+    async with two() as (quick, late), fleet_of(quick, late, run=run) as fleet:
+        await fleet.update_weights(update(50))
+        run.version = 50
+        late.on_control = lambda path, body: waits() if path == "/collective_rpc" else None
+        updating = asyncio.create_task(fleet.update_weights(update(40)))
+        await slow.wait()
+        await until(lambda: quick.weight_version == "40")
+        seen = quick.paths["/weight_info"]
+        await until(lambda: quick.paths["/weight_info"] > seen + 3)
+        assert facts(fleet, "behind")[0] is False
+        go_on.set()
+        assert await updating == []
+
+
+def test_where_one_engine_reports_the_run_another_that_says_less_is_behind() -> None:
+    """As after a restart of the service, when nobody remembers who reported what."""
+    fleet = FleetReports()
+    first, second, silent = (WeightStanding(fleet) for _ in range(3))
+    second.saw("default", 8)
+    assert second.why_behind is None
+    first.saw("8", 8)
+    second.saw("default", 8)
+    silent.saw(None, 8)
+    assert second.why_behind is not None
+    assert silent.why_behind is None, "one that never reported is used"
 
 
 async def test_the_call_fails_where_nobody_followed_even_if_all_were_out_before() -> None:

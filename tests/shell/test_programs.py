@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -28,6 +29,7 @@ from rollout_service.core.sequences import token_sequences
 from rollout_service.engines import Answer, GenerateRequest, GenerationFailed
 from rollout_service.rollouts import (
     Context,
+    NoThreads,
     Program,
     ProgramRunner,
     ProgramSettings,
@@ -368,7 +370,7 @@ async def test_a_cancelled_program_is_aborted_at_the_engine_and_its_next_call_ra
     async def stubborn(ctx: Context, row: dict[str, Any]) -> None:
         try:
             await ctx.chat(row["messages"])
-        except asyncio.CancelledError:
+        except RolloutCancelled:
             seen.append(f"cancelled {ctx.cancelled}")
         try:
             await ctx.chat(row["messages"])
@@ -435,12 +437,14 @@ async def test_a_place_is_free_only_when_its_thread_has_ended_and_a_stuck_one_is
 
     third = asyncio.create_task(threads.run(ignores(3), name="three"))
     second.cancel()
-    await until(lambda: threads.counts().stuck == 2)
+    with pytest.raises(NoThreads, match="2 threads ignore their end"):
+        await asyncio.wait_for(third, 5)
+    with pytest.raises(NoThreads):
+        await threads.run(ignores(4), name="four")
     assert began == [1, 2], "made good as often as there were places, and no more"
-    assert (threads.counts().total, threads.counts().waiting) == (0, 1)
+    assert (threads.counts().stuck, threads.counts().total, threads.counts().waiting) == (2, 0, 0)
 
     release.set()
-    await asyncio.wait_for(third, 5)
     await until(lambda: (threads.counts().stuck, threads.counts().busy, threads.counts().total) == (0, 0, 1))
 
 
@@ -486,3 +490,127 @@ async def test_configured_sampling_is_under_the_prompts_own_and_the_calls() -> N
     await made(program, engines, prompt, sampling=SamplingDefaults(top_p=0.5))
     sampling = engines.asked[0].sampling
     assert (sampling["temperature"], sampling["max_tokens"], sampling["top_p"]) == (0.7, 3, 0.5)
+
+
+# -- what a program may leave behind
+
+
+def returning(value: Any) -> Any:
+    async def program(ctx: Context, row: dict[str, Any]) -> Any:
+        await ctx.chat(row["messages"])
+        return value
+
+    return program
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"role": "assistant", "content": "x", "score": np.float32(1)}],
+        [{"role": "assistant", "content": object()}],
+        [{"role": "assistant", "content": float("nan")}],
+        [{("role",): "assistant"}],
+        "x" * 4_000_001,
+    ],
+    ids=["numpy", "object", "nan", "key", "long"],
+)
+async def test_a_completion_no_store_could_hold_costs_its_rollout(value: Any) -> None:
+    rollout = await made(returning(value))
+    assert (rollout.reason, "the completion" in rollout.error) == (FailureReason.PROGRAM, True)
+
+
+@pytest.mark.parametrize("value", ["a\ud83d", [{"role": "assistant", "content": "a\ud83d"}]])
+async def test_half_a_surrogate_in_a_completion_is_replaced(value: Any) -> None:
+    rollout = await made(returning(value))
+    assert rollout.completion == [{"role": "assistant", "content": "a?"}]
+
+
+@pytest.mark.parametrize("name", [3, "a\nb", "\ud83d", "x" * 129])
+async def test_a_metric_needs_a_name(name: Any) -> None:
+    async def program(ctx: Context, row: dict[str, Any]) -> None:
+        await ctx.chat(row["messages"])
+        ctx.metric(name, 1.0)
+
+    rollout = await made(program)
+    assert "a metric's name" in rollout.error
+
+
+async def test_metrics_are_bounded_in_number() -> None:
+    async def program(ctx: Context, row: dict[str, Any]) -> None:
+        await ctx.chat(row["messages"])
+        for number in range(257):
+            ctx.metric(f"m{number}", 1.0)
+
+    assert "256 metrics at most" in (await made(program)).error
+
+
+async def test_the_sampling_of_a_rollout_is_what_its_turns_were_asked_with() -> None:
+    async def program(ctx: Context, row: dict[str, Any]) -> None:
+        await ctx.chat(row["messages"], temperature=0.5, max_tokens=3)
+        await ctx.chat(row["messages"], temperature=0.5, max_tokens=9)
+
+    sampling = (await made(program)).sampling
+    assert (sampling["temperature"], sampling["max_tokens"]) == (0.5, None)
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_generation_left_running_is_aborted_when_its_rollout_ends(early: bool) -> None:
+    engines = Engines(held=True)
+
+    async def program(ctx: Context, row: dict[str, Any]) -> None:
+        left = asyncio.create_task(ctx.generate("left"))
+        left.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await until(lambda: len(engines.waiting) == 1)
+        if not early:
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(made(program, engines))
+    if early:
+        assert (await running).reason is FailureReason.PROGRAM
+    else:
+        await until(lambda: len(engines.waiting) == 1)
+        running.cancel()
+        await asyncio.wait({running})
+    await until(lambda: engines.aborted == ["g-7.2.1.0"])
+
+
+async def test_with_every_thread_lost_rollouts_fail_at_once_and_say_so() -> None:
+    threads = Threads(1, grace_s=0.0)
+    release = threading.Event()
+
+    def stuck(ctx: ThreadContext, row: dict[str, Any]) -> None:
+        release.wait(20)
+
+    make = runner(stuck, Engines(), threads=threads, rollout_timeout_s=0.05)
+    for _ in range(2):
+        assert (await make.run(job(), OpenGate())).reason is FailureReason.DEADLINE
+    await until(lambda: threads.counts().stuck == 2)
+    rollout = await make.run(job(), OpenGate())
+    release.set()
+    assert (rollout.reason, "ignore their end" in rollout.error) == (FailureReason.INTERNAL, True)
+
+
+async def test_a_task_group_keeps_the_reason_of_the_generation_that_failed() -> None:
+    async def program(ctx: Context, row: dict[str, Any]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                tasks.create_task(ctx.chat(row["messages"]))
+
+    too_long = GenerationFailed(FailureReason.PROMPT_TOO_LONG, "too long", engine="http://e")
+    rollout = await made(program, Engines(fails=lambda number: too_long))
+    assert (rollout.reason, rollout.engine) == (FailureReason.PROMPT_TOO_LONG, "http://e")
+
+
+async def test_a_caller_that_no_longer_waits_leaves_no_trace_in_the_queue_for_a_thread() -> None:
+    threads = Threads(1, grace_s=30)
+    release = threading.Event()
+    busy = asyncio.create_task(threads.run(lambda: release.wait(20), name="busy"))
+    await until(lambda: threads.counts().busy == 1)
+    gone = [asyncio.create_task(threads.run(lambda: None, name="gone")) for _ in range(50)]
+    await until(lambda: threads.counts().waiting == 50)
+    for task in gone:
+        task.cancel()
+    await asyncio.wait(gone)
+    assert not threads._queue
+    release.set()
+    await busy

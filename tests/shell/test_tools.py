@@ -185,6 +185,58 @@ async def test_a_tool_that_hangs_is_answered_for_after_its_time() -> None:
     assert answer.message["content"] == "Error: hangs did not answer in 0.05 s"
 
 
+class Unspeakable:
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+    def tolist(self) -> list[int]:
+        raise KeyError("no list either")
+
+
+def unspeakable() -> Any:
+    """Returns what cannot even be described."""
+    return Unspeakable()
+
+
+def odd() -> Any:
+    """Returns what is no JSON."""
+    return {"when": object()}
+
+
+def hidden_async(name: str) -> Any:
+    """Looks a name up, by a coroutine its signature does not show."""
+    return look_up(name)
+
+
+async def test_what_a_plain_function_returns_to_be_awaited_is_awaited() -> None:
+    answer = await box(hidden_async).answer(call("hidden_async", '{"name": "x"}'))
+    assert answer.message["content"] == '{"name": "x", "found": true}'
+
+
+@pytest.mark.parametrize("name", ["unspeakable", "odd"])
+async def test_what_is_no_json_is_an_error_for_the_policy(name: str) -> None:
+    answer = await box(unspeakable, odd).answer(call(name))
+    assert answer.failed
+    assert "cannot be shown" in answer.message["content"]
+
+
+async def test_waiting_for_a_thread_is_not_the_tools_time() -> None:
+    release = threading.Event()
+
+    def waits() -> str:
+        """Waits for the test."""
+        release.wait(20)
+        return "done"
+
+    tools = ToolBox([make_tool(waits, "t")], threads=Threads(1, grace_s=1), timeout_s=0.3)
+    first = asyncio.create_task(tools.answer(call("waits")))
+    second = asyncio.create_task(tools.answer(call("waits")))
+    assert (await first).failed  # its own time is over; its thread still has the place
+    assert not second.done()
+    release.set()
+    assert (await second).message["content"] == "done"
+
+
 # -- the loop
 
 
