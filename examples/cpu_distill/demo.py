@@ -13,13 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,18 +21,27 @@ from pathlib import Path
 import httpx
 
 from examples.cpu_distill.teacher import make_teacher
-from examples.cpu_grpo.demo import counter, engine_kind, say
+from examples.demo import (
+    READY_S,
+    counter,
+    engine_kind,
+    keep,
+    leave_running,
+    lines,
+    main_of,
+    say,
+    start_service,
+    start_trainer,
+)
 from examples.engine import environment
 from examples.engine.make_tiny_model import make_tiny_model
 from examples.engine.server import VllmServer
-from examples.processes import Process, ProcessEnded, free_port
+from examples.processes import Process
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
 STEPS = 40
 WINDOW = 5
 WANTED_RATIO = 0.5
-READY_S = 120.0
 TOP_K = 16
 COLUMNS = "{:>5} {:>8} {:>11} {:>10} {:>10} {:>6} {:>8}"
 
@@ -89,33 +92,11 @@ def problems(steps: Sequence[Step], wanted: int) -> list[str]:
     return found
 
 
-def start_service(engine_url: str, teacher_url: str, folder: Path) -> tuple[Process, str]:
-    port = free_port()
-    command = [sys.executable, "-m", "rollout_service", "serve", "--config", "rollout.toml", "--port", str(port)]
-    environ = {
-        "PYTHONPATH": str(REPOSITORY),
-        "ROLLOUT_ENGINES": json.dumps([{"url": engine_url}]),
-        "ROLLOUT_TEACHERS": json.dumps([{"id": "teacher", "url": teacher_url, "top_k": TOP_K}]),
-        "ROLLOUT_STORE__URL": f"sqlite:///{folder / 'rollout.db'}",
-    }
-    return Process("service", command, folder / "service.log", env=environ, cwd=HERE), f"http://127.0.0.1:{port}"
-
-
-def start_trainer(model: Path, service_url: str, engine_url: str, folder: Path, steps: int) -> Process:
-    command = [sys.executable, "-m", "examples.cpu_distill.train", str(model), "--steps", str(steps)]
-    command += ["--service", service_url, "--engine", engine_url, "--weights", str(folder / "weights")]
-    environ = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = folder / "trainer.log"
-    return Process("trainer", command, log, env=environ, cwd=REPOSITORY, stdout=subprocess.PIPE)
-
-
 def follow(trainer: Process, service_url: str) -> list[Step]:
     """Print a row for each line of the trainer until it ends. ProcessEnded if it ends badly."""
     say(COLUMNS.format("step", "loss", "likelihood", "staleness", "samples/s", "stale", "errors"))
     steps = []
-    assert trainer.popen.stdout is not None  # noqa: S101 - started with a pipe
-    for line in trainer.popen.stdout:
-        told = json.loads(line)
+    for told in lines(trainer):
         metrics = httpx.get(f"{service_url}/metrics", timeout=30).text
         step = Step(
             step=told["step"],
@@ -129,12 +110,10 @@ def follow(trainer: Process, service_url: str) -> list[Step]:
         )
         steps.append(step)
         say(step.row())
-    if code := trainer.popen.wait():
-        raise ProcessEnded(f"the trainer ended with {code}; its log:\n{trainer.tail()}")
     return steps
 
 
-def run(steps: int, folder: Path, keep: bool) -> list[Step]:
+def run(steps: int, folder: Path) -> list[Step]:
     python = environment.make()
     student = make_tiny_model(folder / "student")
     with contextlib.ExitStack() as started:
@@ -145,21 +124,21 @@ def run(steps: int, folder: Path, keep: bool) -> list[Step]:
         say(f"teacher   {teacher.url} (vLLM on CPU), starting")
         engine.ready()
         teacher.ready()
-        service, service_url = start_service(engine.url, teacher.url, folder)
+        teachers = json.dumps([{"id": "teacher", "url": teacher.url, "top_k": TOP_K}])
+        service, service_url = start_service(HERE, engine.url, folder, {"ROLLOUT_TEACHERS": teachers})
         started.enter_context(service)
         service.wait_ready(f"{service_url}/readyz", READY_S)
         say(f"service   {service_url}, ready")
-        trainer = started.enter_context(start_trainer(student, service_url, engine.url, folder, steps))
+        options = [str(student), "--steps", str(steps), "--weights", str(folder / "weights")]
+        trainer = start_trainer(
+            "examples.cpu_distill.train", *options, service=service_url, engine=engine.url, folder=folder
+        )
+        started.enter_context(trainer)
         say("trainer   starting")
         taken = follow(trainer, service_url)
-        if keep:
-            processes = {"engine": engine, "teacher": teacher, "service": service}
-            for process in processes.values():
-                process.keep = True
-            say(
-                f"\nStill running: engine {engine.url}, teacher {teacher.url}, service {service_url}, files in {folder}"
-            )
-            say(f"End them with: kill {' '.join(str(process.popen.pid) for process in processes.values())}")
+        if keep():
+            processes = {"engine": (engine, engine.url), "teacher": (teacher, teacher.url)}
+            leave_running({**processes, "service": (service, service_url)}, folder)
     return taken
 
 
@@ -181,29 +160,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", type=Path, help="write what happened to this file")
     arguments = parser.parse_args()
-    keep = os.environ.get("KEEP", "") not in ("", "0")
     if engine_kind() == "sim":
         say("FAILED: this demo needs vLLM: the simulator gives no prompt_logprobs")
         return 1
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = Path(tempfile.mkdtemp(prefix="rollout-distill-"))
-    started = time.monotonic()
-    try:
-        steps = run(arguments.steps, folder, keep)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        say("\nInterrupted; what was started has ended.")
-        shutil.rmtree(folder)
-        return 130 if isinstance(stop, KeyboardInterrupt) else 143
-    except (ProcessEnded, subprocess.CalledProcessError) as error:
-        say(f"\nFAILED: {error}\nLogs are in {folder}")
-        return 1
-    code = conclude(steps, arguments.steps, arguments.json)
-    say(f"{time.monotonic() - started:.0f} s in all")
-    if code == 0 and not keep:
-        shutil.rmtree(folder)
-    elif not keep:
-        say(f"Logs are in {folder}")
-    return code
+    return main_of(
+        lambda folder: run(arguments.steps, folder),
+        lambda steps: conclude(steps, arguments.steps, arguments.json),
+    )
 
 
 if __name__ == "__main__":

@@ -14,31 +14,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
 
+from examples.demo import (
+    READY_S,
+    REPOSITORY,
+    counter,
+    engine_kind,
+    keep,
+    leave_running,
+    lines,
+    main_of,
+    say,
+    start_service,
+    start_trainer,
+)
 from examples.engine import environment
 from examples.engine.make_tiny_model import make_tiny_model
 from examples.engine.server import MODEL_NAME, VllmServer
-from examples.processes import Process, ProcessEnded, free_port
+from examples.processes import Process, free_port
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
 STEPS = 40
 WINDOW = 5
 WANTED_GAIN = 0.4
-READY_S = 120.0
 COLUMNS = "{:>5} {:>8} {:>10} {:>9} {:>7} {:>6}"
 
 
@@ -84,24 +88,8 @@ def problems(steps: Sequence[Step], wanted: int, learns: bool) -> list[str]:
     return found
 
 
-def counter(page: str, name: str) -> int:
-    """Sum over the labels of a counter on a Prometheus page."""
-    return int(sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)))
-
-
-def engine_kind() -> str:
-    """`vllm` or `sim`, as ENGINE asks and the platform allows."""
-    asked = os.environ.get("ENGINE", "vllm")
-    if asked not in ("vllm", "sim"):
-        sys.exit(f"ENGINE is vllm or sim, not {asked!r}")
-    if asked == "vllm" and (reason := environment.why_impossible()):
-        say(f"No real engine here: {reason}. Taking the simulator.")
-        return "sim"
-    return asked
-
-
 def start_engine(kind: str, model: Path, folder: Path) -> tuple[Process, str]:
-    """A running engine and its address."""
+    """An engine and its address; `engine_ready` waits for it."""
     log = folder / "engine.log"
     if kind == "vllm":
         server = VllmServer(environment.make(), model, log)
@@ -111,32 +99,21 @@ def start_engine(kind: str, model: Path, folder: Path) -> tuple[Process, str]:
     return Process("simulator", command, log, cwd=REPOSITORY), f"http://127.0.0.1:{port}"
 
 
-def start_service(engine_url: str, folder: Path) -> tuple[Process, str]:
-    port = free_port()
-    command = [sys.executable, "-m", "rollout_service", "serve", "--config", "rollout.toml", "--port", str(port)]
-    environ = {
-        "PYTHONPATH": str(REPOSITORY),
-        "ROLLOUT_ENGINES": json.dumps([{"url": engine_url}]),
-        "ROLLOUT_STORE__URL": f"sqlite:///{folder / 'rollout.db'}",
-    }
-    return Process("service", command, folder / "service.log", env=environ, cwd=HERE), f"http://127.0.0.1:{port}"
-
-
-def start_trainer(model: Path, service_url: str, engine_url: str, folder: Path, steps: int) -> Process:
-    command = [sys.executable, "-m", "examples.cpu_grpo.train", str(model), "--steps", str(steps)]
-    command += ["--service", service_url, "--engine", engine_url, "--weights", str(folder / "weights")]
-    environ = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = folder / "trainer.log"
-    return Process("trainer", command, log, env=environ, cwd=REPOSITORY, stdout=subprocess.PIPE)
+def engine_ready(engine: Process, url: str) -> None:
+    """Wait until it serves; a real one is warm then."""
+    real = isinstance(engine, VllmServer)
+    say(f"engine    {url} ({'vLLM on CPU' if real else 'simulator'}), starting")
+    if isinstance(engine, VllmServer):
+        engine.ready()
+    else:
+        engine.wait_ready(f"{url}/health", READY_S)
 
 
 def follow(trainer: Process, service_url: str) -> list[Step]:
     """Print a row for each line of the trainer until it ends. ProcessEnded if it ends badly."""
     say(COLUMNS.format("step", "reward", "staleness", "groups/s", "failed", "stale"))
     steps = []
-    assert trainer.popen.stdout is not None  # noqa: S101 - started with a pipe
-    for line in trainer.popen.stdout:
-        told = json.loads(line)
+    for told in lines(trainer):
         metrics = httpx.get(f"{service_url}/metrics", timeout=30).text
         step = Step(
             step=told["step"],
@@ -149,32 +126,28 @@ def follow(trainer: Process, service_url: str) -> list[Step]:
         )
         steps.append(step)
         say(step.row())
-    if code := trainer.popen.wait():
-        raise ProcessEnded(f"the trainer ended with {code}; its log:\n{trainer.tail()}")
     return steps
 
 
-def run(kind: str, steps: int, folder: Path, keep: bool) -> list[Step]:
+def run(kind: str, steps: int, folder: Path) -> list[Step]:
     model = make_tiny_model(folder / "model")
     with contextlib.ExitStack() as started:
         engine, engine_url = start_engine(kind, model, folder)
         started.enter_context(engine)
-        say(f"engine    {engine_url} ({'vLLM on CPU' if kind == 'vllm' else 'simulator'}), starting")
-        if isinstance(engine, VllmServer):
-            engine.ready()
-        else:
-            engine.wait_ready(f"{engine_url}/health", READY_S)
-        service, service_url = start_service(engine_url, folder)
+        engine_ready(engine, engine_url)
+        service, service_url = start_service(HERE, engine_url, folder)
         started.enter_context(service)
         service.wait_ready(f"{service_url}/readyz", READY_S)
         say(f"service   {service_url}, ready")
-        trainer = started.enter_context(start_trainer(model, service_url, engine_url, folder, steps))
+        options = [str(model), "--steps", str(steps), "--weights", str(folder / "weights")]
+        trainer = start_trainer(
+            "examples.cpu_grpo.train", *options, service=service_url, engine=engine_url, folder=folder
+        )
+        started.enter_context(trainer)
         say("trainer   starting")
         taken = follow(trainer, service_url)
-        if keep:
-            engine.keep = service.keep = True
-            say(f"\nStill running: engine {engine_url} (pid {engine.popen.pid}), service {service_url} (pid ", end="")
-            say(f"{service.popen.pid}), files in {folder}\nEnd them with: kill {service.popen.pid} {engine.popen.pid}")
+        if keep():
+            leave_running({"engine": (engine, engine_url), "service": (service, service_url)}, folder)
     return taken
 
 
@@ -193,36 +166,16 @@ def conclude(kind: str, steps: Sequence[Step], wanted: int, summary: Path | None
     return 1 if wrong else 0
 
 
-def say(text: str, end: str = "\n") -> None:
-    print(text, end=end, flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Engine, service and trainer on this machine, with a live table.")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", type=Path, help="write what happened to this file")
     arguments = parser.parse_args()
-    keep = os.environ.get("KEEP", "") not in ("", "0")
     kind = engine_kind()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = Path(tempfile.mkdtemp(prefix="rollout-demo-"))
-    started = time.monotonic()
-    try:
-        steps = run(kind, arguments.steps, folder, keep)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        say("\nInterrupted; what was started has ended.")
-        shutil.rmtree(folder)
-        return 130 if isinstance(stop, KeyboardInterrupt) else 143
-    except (ProcessEnded, subprocess.CalledProcessError) as error:
-        say(f"\nFAILED: {error}\nLogs are in {folder}")
-        return 1
-    code = conclude(kind, steps, arguments.steps, arguments.json)
-    say(f"{time.monotonic() - started:.0f} s in all")
-    if code == 0 and not keep:
-        shutil.rmtree(folder)
-    elif not keep:
-        say(f"Logs are in {folder}")
-    return code
+    return main_of(
+        lambda folder: run(kind, arguments.steps, folder),
+        lambda steps: conclude(kind, steps, arguments.steps, arguments.json),
+    )
 
 
 if __name__ == "__main__":

@@ -14,23 +14,19 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
 
-from examples.cpu_grpo.demo import READY_S, REPOSITORY, WINDOW, counter, say
+from examples.cpu_grpo.demo import WINDOW
 from examples.cpu_tools.policy import POSITIONS, NotLearnt, make_policy
+from examples.demo import READY_S, counter, keep, leave_running, lines, main_of, say, start_service, start_trainer
 from examples.engine import environment
 from examples.engine.server import VllmServer
-from examples.processes import Process, ProcessEnded, free_port
+from examples.processes import Process
 
 HERE = Path(__file__).resolve().parent
 STEPS = 30
@@ -93,32 +89,11 @@ def start_engine(model: Path, folder: Path) -> VllmServer:
     return VllmServer(environment.make(), model, folder / "engine.log", max_model_len=POSITIONS, flags=TOOL_FLAGS)
 
 
-def start_service(engine_url: str, folder: Path) -> tuple[Process, str]:
-    port = free_port()
-    command = [sys.executable, "-m", "rollout_service", "serve", "--config", "rollout.toml", "--port", str(port)]
-    environ = {
-        "PYTHONPATH": str(REPOSITORY),
-        "ROLLOUT_ENGINES": json.dumps([{"url": engine_url}]),
-        "ROLLOUT_STORE__URL": f"sqlite:///{folder / 'rollout.db'}",
-    }
-    return Process("service", command, folder / "service.log", env=environ, cwd=HERE), f"http://127.0.0.1:{port}"
-
-
-def start_trainer(model: Path, service_url: str, engine_url: str, folder: Path, steps: int) -> Process:
-    command = [sys.executable, "-m", "examples.cpu_tools.train", str(model), "--steps", str(steps)]
-    command += ["--service", service_url, "--engine", engine_url, "--weights", str(folder / "weights")]
-    environ = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = folder / "trainer.log"
-    return Process("trainer", command, log, env=environ, cwd=REPOSITORY, stdout=subprocess.PIPE)
-
-
 def follow(trainer: Process, service_url: str) -> list[Step]:
     """Print a row for each line of the trainer until it ends. ProcessEnded if it ends badly."""
     say(COLUMNS.format(*TITLES))
     steps = []
-    assert trainer.popen.stdout is not None  # noqa: S101 - started with a pipe
-    for line in trainer.popen.stdout:
-        told = json.loads(line)
+    for told in lines(trainer):
         metrics = httpx.get(f"{service_url}/metrics", timeout=30).text
         step = Step(
             step=told["step"],
@@ -133,29 +108,29 @@ def follow(trainer: Process, service_url: str) -> list[Step]:
         )
         steps.append(step)
         say(step.row())
-    if code := trainer.popen.wait():
-        raise ProcessEnded(f"the trainer ended with {code}; its log:\n{trainer.tail()}")
     return steps
 
 
-def run(steps: int, folder: Path, keep: bool) -> list[Step]:
+def run(steps: int, folder: Path) -> list[Step]:
     model = make_policy()
     say(f"policy    {model}")
     with contextlib.ExitStack() as started:
         engine = started.enter_context(start_engine(model, folder))
         say(f"engine    {engine.url} (vLLM on CPU), starting")
         engine.ready()
-        service, service_url = start_service(engine.url, folder)
+        service, service_url = start_service(HERE, engine.url, folder)
         started.enter_context(service)
         service.wait_ready(f"{service_url}/readyz", READY_S)
         say(f"service   {service_url}, ready")
-        trainer = started.enter_context(start_trainer(model, service_url, engine.url, folder, steps))
+        options = [str(model), "--steps", str(steps), "--weights", str(folder / "weights")]
+        trainer = start_trainer(
+            "examples.cpu_tools.train", *options, service=service_url, engine=engine.url, folder=folder
+        )
+        started.enter_context(trainer)
         say("trainer   starting")
         taken = follow(trainer, service_url)
-        if keep:
-            engine.keep = service.keep = True
-            say(f"\nStill running: engine {engine.url} (pid {engine.popen.pid}), service {service_url} (pid ", end="")
-            say(f"{service.popen.pid}), files in {folder}\nEnd them with: kill {service.popen.pid} {engine.popen.pid}")
+        if keep():
+            leave_running({"engine": (engine, engine.url), "service": (service, service_url)}, folder)
     return taken
 
 
@@ -181,26 +156,11 @@ def main() -> int:
         sys.exit("This demo needs the real engine (ENGINE=vllm): the simulator calls no tools.")
     if reason := environment.why_impossible():
         sys.exit(f"This demo needs the real engine: {reason}.")
-    keep = os.environ.get("KEEP", "") not in ("", "0")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = Path(tempfile.mkdtemp(prefix="rollout-demo-"))
-    started = time.monotonic()
-    try:
-        steps = run(arguments.steps, folder, keep)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        say("\nInterrupted; what was started has ended.")
-        shutil.rmtree(folder)
-        return 130 if isinstance(stop, KeyboardInterrupt) else 143
-    except (NotLearnt, ProcessEnded, subprocess.CalledProcessError) as error:
-        say(f"\nFAILED: {error}\nLogs are in {folder}")
-        return 1
-    code = conclude(steps, arguments.steps, arguments.json)
-    say(f"{time.monotonic() - started:.0f} s in all")
-    if code == 0 and not keep:
-        shutil.rmtree(folder)
-    elif not keep:
-        say(f"Logs are in {folder}")
-    return code
+    return main_of(
+        lambda folder: run(arguments.steps, folder),
+        lambda steps: conclude(steps, arguments.steps, arguments.json),
+        also=(NotLearnt,),
+    )
 
 
 if __name__ == "__main__":

@@ -14,21 +14,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.cpu_grpo.demo import READY_S, REPOSITORY, WANTED_GAIN, WINDOW, engine_kind, say, start_engine
+from examples.cpu_grpo.demo import WANTED_GAIN, WINDOW, engine_ready, start_engine
+from examples.demo import (
+    READY_S,
+    engine_kind,
+    keep,
+    leave_running,
+    lines,
+    main_of,
+    say,
+    start_service,
+    start_trainer,
+)
 from examples.engine.make_tiny_model import make_tiny_model
-from examples.engine.server import VllmServer
-from examples.processes import Process, ProcessEnded, free_port
+from examples.processes import Process
 
 HERE = Path(__file__).resolve().parent
 STEPS = 60
@@ -71,63 +75,36 @@ def problems(log: Sequence[Entry], wanted: int, learns: bool) -> list[str]:
     return found
 
 
-def start_service(engine_url: str, folder: Path) -> tuple[Process, str]:
-    port = free_port()
-    command = [sys.executable, "-m", "rollout_service", "serve", "--config", "rollout.toml", "--port", str(port)]
-    environ = {
-        "PYTHONPATH": str(REPOSITORY),
-        "ROLLOUT_ENGINES": json.dumps([{"url": engine_url}]),
-        "ROLLOUT_STORE__URL": f"sqlite:///{folder / 'rollout.db'}",
-    }
-    return Process("service", command, folder / "service.log", env=environ, cwd=HERE), f"http://127.0.0.1:{port}"
-
-
-def start_trainer(model: Path, service_url: str, engine_url: str, folder: Path, *options: str) -> Process:
-    """TRL; its log comes as lines of JSON on the process's standard output."""
-    command = [sys.executable, "-m", "examples.trl_async_grpo.train", str(model), *options]
-    command += ["--service", service_url, "--engine", engine_url, "--out", str(folder / "out")]
-    environ = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = folder / "trainer.log"
-    return Process("trainer", command, log, env=environ, cwd=REPOSITORY, stdout=subprocess.PIPE)
-
-
 def entries(trainer: Process) -> Iterator[Entry]:
     """TRL's log, one entry a step, as it comes. ProcessEnded if TRL ends badly."""
-    if trainer.popen.stdout is None:
-        raise ValueError("the trainer was started without a pipe")
-    for line in trainer.popen.stdout:
-        entry: Entry = json.loads(line)
+    for entry in lines(trainer):
         if "loss" in entry:  # the last entry sums up the run
             yield entry
-    if code := trainer.popen.wait():
-        raise ProcessEnded(f"the trainer ended with {code}; its log:\n{trainer.tail()}")
 
 
-def run(kind: str, steps: int, folder: Path, keep: bool) -> list[Entry]:
+def run(kind: str, steps: int, folder: Path) -> list[Entry]:
     model = make_tiny_model(folder / "model")
     with contextlib.ExitStack() as started:
         engine, engine_url = start_engine(kind, model, folder)
         started.enter_context(engine)
-        say(f"engine    {engine_url} ({'vLLM on CPU' if kind == 'vllm' else 'simulator'}), starting")
-        if isinstance(engine, VllmServer):
-            engine.ready()
-        else:
-            engine.wait_ready(f"{engine_url}/health", READY_S)
-        service, service_url = start_service(engine_url, folder)
+        engine_ready(engine, engine_url)
+        service, service_url = start_service(HERE, engine_url, folder)
         started.enter_context(service)
         service.wait_ready(f"{service_url}/readyz", READY_S)
         say(f"service   {service_url}, ready")
-        trainer = started.enter_context(start_trainer(model, service_url, engine_url, folder, "--steps", str(steps)))
+        options = [str(model), "--steps", str(steps), "--out", str(folder / "out")]
+        trainer = start_trainer(
+            "examples.trl_async_grpo.train", *options, service=service_url, engine=engine_url, folder=folder
+        )
+        started.enter_context(trainer)
         say("trainer   TRL's AsyncGRPOTrainer, starting")
         say(COLUMNS.format(*TITLES))
         log = []
         for entry in entries(trainer):
             log.append(entry)
             say(row(entry))
-        if keep:
-            engine.keep = service.keep = True
-            say(f"\nStill running: engine {engine_url} (pid {engine.popen.pid}), service {service_url} (pid ", end="")
-            say(f"{service.popen.pid}), files in {folder}\nEnd them with: kill {service.popen.pid} {engine.popen.pid}")
+        if keep():
+            leave_running({"engine": (engine, engine_url), "service": (service, service_url)}, folder)
     return log
 
 
@@ -150,27 +127,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", type=Path, help="write what happened to this file")
     arguments = parser.parse_args()
-    keep = os.environ.get("KEEP", "") not in ("", "0")
     kind = engine_kind()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = Path(tempfile.mkdtemp(prefix="rollout-demo-"))
-    started = time.monotonic()
-    try:
-        log = run(kind, arguments.steps, folder, keep)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        say("\nInterrupted; what was started has ended.")
-        shutil.rmtree(folder)
-        return 130 if isinstance(stop, KeyboardInterrupt) else 143
-    except (ProcessEnded, subprocess.CalledProcessError) as error:
-        say(f"\nFAILED: {error}\nLogs are in {folder}")
-        return 1
-    code = conclude(kind, log, arguments.steps, arguments.json)
-    say(f"{time.monotonic() - started:.0f} s in all")
-    if code == 0 and not keep:
-        shutil.rmtree(folder)
-    elif not keep:
-        say(f"Logs are in {folder}")
-    return code
+    return main_of(
+        lambda folder: run(kind, arguments.steps, folder),
+        lambda log: conclude(kind, log, arguments.steps, arguments.json),
+    )
 
 
 if __name__ == "__main__":

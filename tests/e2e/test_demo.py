@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from examples.cpu_grpo.demo import WANTED_GAIN, Step, counter, gain, problems
+from examples.cpu_grpo.demo import WANTED_GAIN, Step, gain, problems
+from examples.demo import counter
 from examples.processes import Process
 from tests.e2e.conftest import REPOSITORY
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from examples.cpu_grpo.demo import REPOSITORY, WANTED_GAIN, start_engine
+from examples.cpu_grpo.demo import WANTED_GAIN, start_engine
+from examples.demo import REPOSITORY, start_service, start_trainer
 from examples.engine.make_tiny_model import make_tiny_model
 from examples.processes import Process
-from examples.trl_async_grpo.demo import COUNTERS, Entry, entries, gain, problems, row, start_service, start_trainer
+from examples.trl_async_grpo.demo import COUNTERS, HERE, Entry, entries, gain, problems, row
 from trainer_client import RolloutClient
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,13 +42,22 @@ class Run:
         self.model = make_tiny_model(folder / "model")
         self.engine, self.engine_url = start_engine("sim", self.model, folder)
         self.engine.wait_ready(f"{self.engine_url}/health", READY_S)
-        self.service, self.url = start_service(self.engine_url, folder)
+        self.service, self.url = start_service(HERE, self.engine_url, folder)
         self.service.wait_ready(f"{self.url}/readyz", READY_S)
         self.trainers: list[Process] = []
 
     def train(self, *options: str) -> Iterator[Entry]:
         """TRL's log as it comes."""
-        trainer = start_trainer(self.model, self.url, self.engine_url, self.folder, *options)
+        trainer = start_trainer(
+            "examples.trl_async_grpo.train",
+            str(self.model),
+            "--out",
+            str(self.folder / "out"),
+            *options,
+            service=self.url,
+            engine=self.engine_url,
+            folder=self.folder,
+        )
         self.trainers.append(trainer)
         return entries(trainer)
 
