@@ -67,7 +67,8 @@ bench: $(READY)  ## what the service costs: beside a bare client, memory beside 
 	@$(PY) -m benchmarks.leases
 	@$(PY) -m benchmarks.prefetch
 
-soak: $(READY)  ## the long proofs of durability: 300 kills, two runs of 1,000 prompts (KILLS=, PROMPTS=)
+soak: $(READY)  ## the long proofs: 300 kills, two runs of 1,000 prompts (KILLS=, PROMPTS=), tests marked long
+	@$(PY) -m pytest -m long
 	@$(PY) -m tests.durability.soak --kills $(or $(KILLS),300) --prompts $(or $(PROMPTS),1000)
 
 mutants: $(READY)  ## take each safeguard away in a copy and see its test fail

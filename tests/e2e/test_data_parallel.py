@@ -106,6 +106,7 @@ def test_every_group_is_trained_once_over_all_ranks_and_all_end_together(
     assert counts(running) == {"acked": 10}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_even_ranks_train_equal_shares_and_leave_the_rest_ready(
     engine: str, service: Callable[..., Service], tmp_path: Path
@@ -120,6 +121,7 @@ def test_even_ranks_train_equal_shares_and_leave_the_rest_ready(
     assert counts(running) == {"acked": 6, "ready": 2}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("killed", "lease_s"),

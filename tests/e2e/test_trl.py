@@ -106,6 +106,7 @@ def check_trained(run: Run, log: list[Entry], steps: int) -> None:
     assert status.policy_version == steps + 1
 
 
+@pytest.mark.long
 def test_trl_trains_on_the_service_step_by_step(run: Run) -> None:
     log = list(run.train("--steps", "4"))
     check_trained(run, log, 4)
@@ -188,6 +189,7 @@ def demo(tmp_path: Path, engine: str, *options: str) -> dict[str, Any]:
     return dict(json.loads(summary.read_text()))
 
 
+@pytest.mark.long
 def test_the_demo_takes_all_its_steps_on_the_simulator(tmp_path: Path) -> None:
     summary = demo(tmp_path, "sim", "--steps", "6")
     assert [entry["step"] for entry in summary["log"]] == [1, 2, 3, 4, 5, 6]
