@@ -7,21 +7,15 @@ Prints one JSON object a step. A version is posted only after the engine serves 
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from examples.cpu_grpo.train import Engine
-from trainer_client import Lease, RolloutClient
+from examples.cpu_grpo.train import Engine, arguments_of, train
+from trainer_client import Lease
 from trainer_client.tensors import to_tensors
 
 SAMPLES_PER_STEP = 32
-LEARNING_RATE = 3e-3
-BETAS = (0.9, 0.95)
 
 
 def distillation_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -63,55 +57,17 @@ def likelihood(batch: dict[str, torch.Tensor]) -> float:
     return batch["teacher_topk_logprobs"][sampled].mean().item()
 
 
-def report(step: int, lease: Lease, loss: float, sampled: float, engine_version: str, seconds: float) -> None:
-    """One line for whoever watches."""
-    line = {
-        "step": step,
-        "loss": loss,
-        "likelihood": sampled,
-        "staleness": sum(group.staleness for group in lease.groups) / len(lease.groups),
-        "samples": len(lease.samples),
-        "seconds": seconds,
-        "engine_version": engine_version,
-    }
-    print(json.dumps(line), flush=True)
-
-
-def train(model_dir: Path, service: str, engine: Engine, steps: int) -> None:
-    torch.set_num_threads(1)  # engine and teacher need the other core
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS)
-    with RolloutClient(service, consumer="trainer") as client:
-        version = client.status().policy_version + 1
-        engine.load(model, version)
-        client.post_version(version)
-        started = time.monotonic()
-        leases = client.leases(max_groups=SAMPLES_PER_STEP, min_groups=SAMPLES_PER_STEP, wait_s=30)
-        for step, lease in enumerate(leases, start=1):
-            batch = to_tensors(lease.groups, pad_token_id=model.config.pad_token_id)
-            loss = distillation_loss(model, batch)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            engine_version = engine.load(model, version + step)
-            client.post_version(version + step)
-            report(step, lease, loss.item(), likelihood(batch), engine_version, time.monotonic() - started)
-            started = time.monotonic()
-            if step == steps:
-                client.ack(lease)  # leaving the loop gives back what was not acked
-                break
+def step_of(model: Any, lease: Lease) -> tuple[torch.Tensor, dict[str, float]]:
+    """The loss of one step, and what to tell of it: the loss itself and how likely the teacher finds the samples."""
+    batch = to_tensors(lease.groups, pad_token_id=model.config.pad_token_id)
+    loss = distillation_loss(model, batch)
+    return loss, {"loss": loss.item(), "likelihood": likelihood(batch), "samples": len(lease.samples)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Distil a teacher into a student on leased samples.")
-    parser.add_argument("model", type=Path, help="the student")
-    parser.add_argument("--service", required=True, help="the service's address")
-    parser.add_argument("--engine", required=True, help="the engine's address")
-    parser.add_argument("--weights", type=Path, required=True, help="folder that this process and the engine both see")
-    parser.add_argument("--steps", type=int, default=40)
-    arguments = parser.parse_args()
-    train(arguments.model, arguments.service, Engine(arguments.engine, arguments.weights), arguments.steps)
+    given = arguments_of("Distil a teacher into a student on leased samples.", steps=40)
+    engine = Engine(given.engine, given.weights)
+    train(given.model, given.service, engine, given.steps, step_of=step_of, groups_per_step=SAMPLES_PER_STEP)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -72,54 +74,69 @@ class Engine:
         return str(self.http.get("/weight_info").raise_for_status().json()["weight_version"])
 
 
-def report(step: int, lease: Lease, engine_version: str, seconds: float) -> None:
-    """One line for whoever watches."""
+def step_of(model: Any, lease: Lease) -> tuple[torch.Tensor, dict[str, float]]:
+    """The loss of one step, and what to tell of it: the mean reward."""
     rewards = [group.reward_mean for group in lease.groups if group.reward_mean is not None]
-    line = {
-        "step": step,
-        "reward": sum(rewards) / len(rewards),
-        "staleness": sum(group.staleness for group in lease.groups) / len(lease.groups),
-        "groups": len(lease.groups),
-        "seconds": seconds,
-        "engine_version": engine_version,
-    }
-    print(json.dumps(line), flush=True)
+    loss = grpo_loss(model, to_tensors(lease.groups, pad_token_id=model.config.pad_token_id))
+    return loss, {"reward": sum(rewards) / len(rewards)}
 
 
-def train(model_dir: Path, service: str, engine: Engine, steps: int) -> None:
+def train(
+    model_dir: Path,
+    service: str,
+    engine: Engine,
+    steps: int,
+    *,
+    step_of: Callable[[Any, Lease], tuple[torch.Tensor, dict[str, float]]] = step_of,
+    groups_per_step: int = GROUPS_PER_STEP,
+    learning_rate: float = LEARNING_RATE,
+) -> None:
+    """Lease, step, load, post, `steps` times; prints one JSON object a step, with the facts `step_of` tells."""
     torch.set_num_threads(1)  # the engine needs the other core
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=BETAS)
     with RolloutClient(service, consumer="trainer") as client:
         version = client.status().policy_version + 1
         engine.load(model, version)
         client.post_version(version)
         started = time.monotonic()
-        leases = client.leases(max_groups=GROUPS_PER_STEP, min_groups=GROUPS_PER_STEP, wait_s=30)
+        leases = client.leases(max_groups=groups_per_step, min_groups=groups_per_step, wait_s=30)
         for step, lease in enumerate(leases, start=1):
-            loss = grpo_loss(model, to_tensors(lease.groups, pad_token_id=model.config.pad_token_id))
+            loss, facts = step_of(model, lease)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             engine_version = engine.load(model, version + step)
             client.post_version(version + step)
-            report(step, lease, engine_version, time.monotonic() - started)
+            line = {
+                "step": step,
+                "staleness": sum(group.staleness for group in lease.groups) / len(lease.groups),
+                "groups": len(lease.groups),
+                "seconds": time.monotonic() - started,
+                "engine_version": engine_version,
+            }
+            print(json.dumps(line | facts), flush=True)
             started = time.monotonic()
             if step == steps:
                 client.ack(lease)  # leaving the loop gives back what was not acked
                 break
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a policy on leased groups.")
+def arguments_of(description: str, steps: int) -> argparse.Namespace:
+    """The command line of a trainer: `model`, `service`, `engine`, `weights`, `steps`."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path)
     parser.add_argument("--service", required=True, help="the service's address")
     parser.add_argument("--engine", required=True, help="the engine's address")
     parser.add_argument("--weights", type=Path, required=True, help="folder that this process and the engine both see")
-    parser.add_argument("--steps", type=int, default=40)
-    arguments = parser.parse_args()
-    train(arguments.model, arguments.service, Engine(arguments.engine, arguments.weights), arguments.steps)
+    parser.add_argument("--steps", type=int, default=steps)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments_of("Train a policy on leased groups.", steps=40)
+    train(given.model, given.service, Engine(given.engine, given.weights), given.steps)
 
 
 if __name__ == "__main__":

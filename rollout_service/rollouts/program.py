@@ -112,6 +112,8 @@ class ProgramRunner:
             record.wasted_tokens += failed.wasted_tokens
             return _failed(job, record, reason, str(failed), failed.engine)
         except Exception as error:
+            # A fault of ours ends this rollout only (design 3.2.9); it is counted as `internal`, and whoever mends it
+            # needs the traceback.
             log.exception("rollout_internal_error", group_id=job.group_id, attempt=job.attempt, index=job.index)
             return _failed(job, record, FailureReason.INTERNAL, f"{type(error).__name__}: {error}")
 

@@ -96,7 +96,7 @@ class TeacherScorer:
             return await teacher.score(token_sequences(rollout.turns, fork_threshold=rollout.fork_threshold))
         except TeacherFailed as failed:
             error = str(failed)
-        except Exception as fault:
+        except Exception as fault:  # ours: it costs this sample only, and is counted with the teacher's
             if not self._stopped:
                 log.exception("teacher_raised", teacher=teacher_id, group_id=job.group_id)
             error = repr(fault)

@@ -88,7 +88,7 @@ class Teacher:
             if self._policy.gives_up(attempts, fault):
                 raise TeacherFailed(self._words(fault, attempts)) from fault
             # Jitter only; nothing secret depends on it.
-            jitter = random.random()  # noqa: S311
+            jitter = random.random()  # noqa: S311 - spreads load, guards nothing
             await asyncio.sleep(self._policy.pause_s(attempts, jitter=jitter, retry_after_s=fault.retry_after_s))
 
     async def _down(self) -> bool:

@@ -14,6 +14,7 @@ from rollout_service.core.model import WeightUpdate
 from rollout_service.errors import EnginesBehind
 from rollout_service.orchestrator.policy_updates import check_path
 from tests.api.conftest import Service, settings_with
+from tests.engine_fleets import until
 
 
 @pytest.fixture
@@ -174,9 +175,7 @@ async def test_an_update_goes_on_when_its_caller_hangs_up() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await asking
         go_on.set()
-        async with asyncio.timeout(5):
-            while live.door.version != 8:
-                await asyncio.sleep(0.005)
+        await until(lambda: live.door.version == 8)
         # The caller asks again, as a client does whose answer was lost.
         assert (await live.post("/policy_version", body)).json()["previous"] == 8
 
@@ -186,3 +185,12 @@ async def test_a_service_that_ends_begins_no_update(loading: Service) -> None:
     answer = await loading.post("/policy_version", {"version": 8, "weights": {"path": "/ckpt/8"}})
     assert (answer.status_code, answer.json()["type"]) == (503, "/problems/shutting-down")
     assert loading.fleet.updates == []
+
+
+async def test_an_engine_that_is_behind_is_shown_in_engines_and_in_the_metric(loading: Service) -> None:
+    engine = {"url": "http://engine", "healthy": True, "in_flight": 0, "max_inflight": 64}
+    told = [engine | {"id": "e0", "behind": False}, engine | {"id": "e1", "behind": True, "weight_version": "default"}]
+    loading.fleet.describe = lambda: told  # type: ignore[method-assign]  # what a fleet tells is what is tested
+    assert (await loading.http.get("/engines")).json()["engines"] == told
+    assert await loading.counter('rollout_engine_behind{engine="e0"}') == 0
+    assert await loading.counter('rollout_engine_behind{engine="e1"}') == 1

@@ -31,7 +31,7 @@ def trl() -> None:
     try:
         importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("TRL is not installed")
+        pytest.skip("TRL is not installed (extra `trl`; in the dev lock, so `make test` runs this)")
 
 
 class Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 from rollout_service.rollouts import Context, ThreadContext
@@ -27,8 +26,7 @@ def blocks(ctx: ThreadContext, row: dict[str, Any]) -> None:
 
 def ignores_its_end(ctx: ThreadContext, row: dict[str, Any]) -> None:
     ctx.generate(row["prompt_token_ids"])
-    while not LET_GO.is_set():
-        time.sleep(0.01)
+    LET_GO.wait()
 
 
 async def fails_on_row_one(ctx: Context, row: dict[str, Any]) -> None:

@@ -151,7 +151,7 @@ async def test_the_row_may_set_the_seed_of_the_reset(env: World) -> None:
 
 def test_a_seed_follows_from_group_attempt_and_index_or_from_group_and_attempt() -> None:
     def at(group: str, attempt: int, index: int, by: Any) -> int:
-        return seed_of(SimpleNamespace(group_id=group, attempt=attempt, index=index), by)  # type: ignore[arg-type]
+        return seed_of(SimpleNamespace(group_id=group, attempt=attempt, index=index), by)  # type: ignore[arg-type]  # who it is, is all that a seed reads
 
     places = [("g-1", 1, 0), ("g-1", 1, 1), ("g-1", 2, 0), ("g-2", 1, 0)]
     assert [at(*place, "rollout") for place in places] == [at(*place, "rollout") for place in places]

@@ -14,7 +14,7 @@ from trainer_client.trl.buffer import Delivery, RolloutBuffer, Row
 def deliveries(*groups: tuple[str, int, int]) -> list[Delivery]:
     """Groups (id, version, rows); a row is a string here: the buffer does not look at it."""
     return [
-        Delivery(group_id=name, version=version, rows=tuple(f"{name}{n}" for n in range(rows)), skipped=0)  # type: ignore[misc]
+        Delivery(group_id=name, version=version, rows=tuple(f"{name}{n}" for n in range(rows)), skipped=0)  # type: ignore[misc]  # the buffer never looks into a row
         for name, version, rows in groups
     ]
 

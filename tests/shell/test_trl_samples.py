@@ -123,5 +123,5 @@ def test_the_rows_are_field_for_field_those_of_the_installed_trl():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     said = done.stdout.strip().splitlines()[-1]
     if said.startswith("no TRL"):
-        pytest.skip(said)
+        pytest.skip(f"TRL cannot be imported (it is in the dev lock): {said}")
     assert said.split() == [field.name for field in dataclasses.fields(RolloutSample)]
