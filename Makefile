@@ -8,10 +8,10 @@ ACCEPTANCE ?= ../shared/acceptance
 PIP := $(PY) -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help env engine demo demo-trl demo-tools demo-distill test acceptance soak mutants check format bench lock clean clean-all
+.PHONY: help env engine demo demo-trl demo-tools demo-distill test acceptance compose-test soak mutants check format bench lock clean clean-all
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 env: $(READY)  ## the service's environment, .venv, from the lock
 
@@ -52,11 +52,13 @@ acceptance: $(READY)  ## the contract's black-box tests, where they stand beside
 	  "$(CURDIR)/$(PY)" -m pytest -q --timeout 120 -p no:cacheprovider -c /dev/null -o asyncio_default_fixture_loop_scope=function --rootdir "$$folder" "$(abspath $(ACCEPTANCE))"; \
 	else echo "no acceptance kit at $(ACCEPTANCE)"; fi
 
-check: $(READY)  ## lint, format, types, import rules
+check: $(READY)  ## lint, format, types, import rules, bandit, known faults of what we depend on
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy rollout_service trainer_client examples $(wildcard benchmarks)
 	@.venv/bin/lint-imports
+	@.venv/bin/bandit -q -c pyproject.toml -r rollout_service trainer_client
+	@$(PY) -m tests.audit
 
 format: $(READY)  ## mend what the linter and the formatter can mend
 	@$(PY) -m ruff check --fix .
@@ -66,6 +68,9 @@ bench: $(READY)  ## what the service costs: beside a bare client, memory beside 
 	@$(PY) -m benchmarks.throughput
 	@$(PY) -m benchmarks.leases
 	@$(PY) -m benchmarks.prefetch
+
+compose-test: $(READY)  ## docker compose on the Docker engine the environment names: up with a real vLLM, submit, lease, ack, scrape, down
+	@$(PY) -m tests.compose.run
 
 soak: $(READY)  ## the long proofs: 300 kills, two runs of 1,000 prompts (KILLS=, PROMPTS=), tests marked long
 	@$(PY) -m pytest -m long

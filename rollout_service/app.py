@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
 from fastapi import FastAPI
 
-from rollout_service.api import Context, build_api
+from rollout_service.api import Access, Context, Viewers, build_api
 from rollout_service.core.advantages import AdvantageMethod
 from rollout_service.core.group import GroupPolicy, OnStale
 from rollout_service.core.scheduler import Admission, Policy
 from rollout_service.core.scoring import ScoringRules, ZeroVariance
 from rollout_service.engines import EngineSpec, Fleet, FleetSettings
+from rollout_service.errors import ConfigError
+from rollout_service.keys import KeyEntry, Keys, Role
 from rollout_service.loading import load_first_in
 from rollout_service.metrics import Metrics
+from rollout_service.observers import History, Observers, OutcomeLog
 from rollout_service.orchestrator import Orchestrator, PolicyUpdates, RolloutRunner, Rules
+from rollout_service.orchestrator.parts import Observer
 from rollout_service.prompts import PromptFile, content_digest, row_rules
 from rollout_service.rewards import RewardScorer, RewardSpec
 from rollout_service.rollouts import (
@@ -43,6 +48,7 @@ from rollout_service.rollouts import (
 from rollout_service.settings import Settings
 from rollout_service.store import open_store
 from rollout_service.teachers import TeacherScorer, TeacherSpec
+from rollout_service.tracing import open_tracing
 
 STOP_ORCHESTRATOR_S = 6.0
 """Aborting at the engines and the last commit; a stop as a whole has 10 s."""
@@ -62,6 +68,7 @@ class Parts:
             teachers=[teacher.id for teacher in settings.teachers],
             samples_alone=settings.mode == "distillation",
         )
+        self.tracing = tracing = open_tracing(settings.tracing.endpoint, settings.tracing.sample_ratio)
         self.source = open_prompts(settings)
         self.scorer = with_teachers(settings, make_scorer(settings, config_dir, self.metrics), self.metrics)
         self.fleet = Fleet(
@@ -70,21 +77,31 @@ class Parts:
             events=self.metrics,
             on_change=self._engines_changed,
             version=lambda: self.orchestrator.version,
+            tracer=None if tracing is None else tracing.calls,
         )
         self.threads = Threads(settings.program.threads, grace_s=settings.program.grace_s)
+        self.keys = load_keys(settings)
+        self.history = History(time.time)
+        self.viewers = Viewers()
+        runner = make_runner(settings, config_dir, self.fleet, self.threads)
+        observers: list[Observer] = [self.metrics, self.history, OutcomeLog()]
+        if tracing is not None:
+            runner = tracing.runner(runner)
+            observers.append(tracing.observer)
         self.orchestrator = Orchestrator(
             rules(settings),
             store=open_store(settings.store.url, max_staleness=settings.groups.max_staleness),
-            runner=make_runner(settings, config_dir, self.fleet, self.threads),
+            runner=runner,
             scorer=self.scorer,
             engines=self.fleet,
-            observer=self.metrics,
+            observer=Observers(*observers),
             source=self.source,
             digest=content_digest if self.source is not None else None,
         )
         self.updates = PolicyUpdates(self.orchestrator, self.fleet, allowed_paths=settings.weights.allowed_paths)
         self.metrics.watch(self.orchestrator.status, self.fleet, self.threads.counts)
-        self._lag: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
+        self._said_keys: str | None = None
         self._started = self._opened = self._orchestrating = False
 
     def _engines_changed(self) -> None:
@@ -107,14 +124,36 @@ class Parts:
             raise
         self._orchestrating = True
         self.orchestrator.engines_changed()
-        self._lag = asyncio.create_task(self.metrics.measure_lag(), name="event-loop-lag")
+        self._background = [
+            asyncio.create_task(self.metrics.measure_lag(), name="event-loop-lag"),
+            asyncio.create_task(self._every_second(), name="every-second"),
+        ]
+
+    async def _every_second(self) -> None:
+        """What nobody tells us: whether engines get work, and whether the keys are others."""
+        while True:
+            engines = self.fleet.describe()
+            self.history.tick({e["url"]: None if e["healthy"] else e["error"] or "not healthy" for e in engines})
+            try:
+                if await asyncio.to_thread(self.keys.reload):
+                    log.info("keys_read_again")
+                self._said_keys = None
+            except ConfigError as error:  # the old keys go on; said once, for it comes back every second
+                if self._said_keys != str(error):
+                    log.error("keys_unreadable", error=str(error))
+                    self._said_keys = str(error)
+            await asyncio.sleep(1.0)
 
     async def stop_work(self) -> None:
         """Dispatch ends, waiting callers are answered, in flight is aborted, state is committed."""
         self._orchestrating = False
+        self.viewers.close()
         if self._opened:
             self._opened = False
-            await _within(STOP_PART_S, "weight updates", self.updates.stop())
+            await asyncio.gather(
+                _within(STOP_PART_S, "weight updates", self.updates.stop()),
+                _within(STOP_PART_S, "engine changes", self.fleet.end_changes()),
+            )
             await _within(STOP_ORCHESTRATOR_S, "orchestrator", self.orchestrator.stop())
 
     async def stop(self) -> None:
@@ -123,12 +162,16 @@ class Parts:
             return
         self._started = False
         await self.stop_work()
-        if self._lag is not None:
-            self._lag.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._lag
-        await _within(STOP_PART_S, "engines", self.fleet.stop())
-        await _within(STOP_PART_S, "rewards", self.scorer.stop())
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        endings = [
+            _within(STOP_PART_S, "engines", self.fleet.stop()),
+            _within(STOP_PART_S, "rewards", self.scorer.stop()),
+        ]
+        if self.tracing is not None:
+            endings.append(_within(STOP_PART_S, "traces", self.tracing.stop()))
+        await asyncio.gather(*endings)
         if self.source is not None:
             self.source.close()
 
@@ -150,9 +193,22 @@ def create_app(settings: Settings, parts: Parts) -> FastAPI:
         updates=parts.updates,
         fleet=parts.fleet,
         metrics=parts.metrics,
+        access=Access(parts.keys, allowed_hosts=settings.server.allowed_hosts, any_host=settings.server.insecure),
+        history=parts.history,
+        viewers=parts.viewers,
         threads=parts.threads.counts,
     )
     return build_api(context, lifespan)
+
+
+def load_keys(settings: Settings) -> Keys:
+    """The API keys. Raises ConfigError, also where there is none and strangers can reach the address."""
+    server = settings.server
+    inline = [KeyEntry(name=key.name, role=Role(key.role), hash=key.hash) for key in server.keys]
+    keys = Keys(inline, Path(server.keys_file) if server.keys_file else None)
+    if keys.required and not keys.ring:
+        raise ConfigError(f"server.keys_file: {server.keys_file}: has no key; nobody could call anything")
+    return keys
 
 
 def open_prompts(settings: Settings) -> PromptFile | None:
@@ -300,6 +356,9 @@ def _fleet_settings(settings: Settings) -> FleetSettings:
         allow_raw_logprobs=sampling.allow_raw_logprobs,
         weights_timeout_s=settings.weights.timeout_s,
         adapters_kept=settings.groups.max_staleness + 2,
+        addable=settings.registration.patterns,
+        max_engines=max(settings.registration.max_engines, len(settings.engines)),
+        added_api_key=os.environ.get(settings.registration.api_key_env, ""),
     )
 
 

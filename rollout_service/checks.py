@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rollout_service.app import load_program, make_scorer, open_prompts
+from rollout_service.app import load_keys, load_program, make_scorer, open_prompts
 from rollout_service.errors import ConfigError
 from rollout_service.metrics import Metrics
 from rollout_service.rollouts import Threads
 from rollout_service.settings import Settings
+from rollout_service.tracing import open_tracing
 
 
 async def check_all(settings: Settings, config_dir: Path | None) -> None:
@@ -17,6 +18,10 @@ async def check_all(settings: Settings, config_dir: Path | None) -> None:
     path = settings.store.sqlite_path
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"store.url: the folder {path.parent} does not exist")
+    load_keys(settings)
+    tracing = open_tracing(settings.tracing.endpoint, settings.tracing.sample_ratio)
+    if tracing is not None:
+        await tracing.stop()
     prompts = await asyncio.to_thread(open_prompts, settings)
     if prompts is not None:
         prompts.close()

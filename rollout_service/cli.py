@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_service import __version__
+from rollout_service.console.commands import register
 from rollout_service.errors import ConfigError
 from rollout_service.logs import LogFormat
 
@@ -32,6 +33,8 @@ app = typer.Typer(
 
 stores = typer.Typer(help="Look into a SQLite store, or make its file smaller.", no_args_is_help=True)
 app.add_typer(stores, name="store")
+keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
+app.add_typer(keys, name="key")
 
 ConfigOption = Annotated[
     Path | None,
@@ -66,13 +69,16 @@ def serve(
     config: ConfigOption = None,
     host: Annotated[str | None, typer.Option(help="Over server.host.")] = None,
     port: Annotated[int | None, typer.Option(help="Over server.port.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen on any address without API keys: the network is the lock.")
+    ] = False,
     log_format: LogFormatOption = LogFormat.AUTO,
     log_level: LogLevelOption = "info",
 ) -> None:
     """Run the service until SIGTERM or SIGINT."""
     with _one_line_errors():
         _set_up_logs(log_format, log_level)
-        settings, config_dir = _load(config, host=host, port=port)
+        settings, config_dir = _load(config, host=host, port=port, insecure=insecure or None)
 
         from rollout_service.app import Parts
         from rollout_service.server import bind
@@ -130,6 +136,56 @@ def simulate_engine(
     raise typer.Exit(code)
 
 
+@keys.command()
+def create(
+    role: Annotated[str, typer.Option(help="admin, trainer, submit or read.")],
+    name: Annotated[str | None, typer.Option(help="For people and the log; the role where it is not given.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Put its hash into this server.keys_file.")] = None,
+) -> None:
+    """Make an API key: the key on the first line, shown this once, then its table for the configuration."""
+    with _one_line_errors():
+        from rollout_service.keys import NAME, KeyEntry, Role, add_to_file, hash_of, key_table, new_key
+
+        if role not in list(Role):
+            raise ConfigError(f"--role: expected one of {', '.join(Role)}")
+        if name is not None and not NAME.fullmatch(name):
+            raise ConfigError("--name: expected letters, digits, dots, dashes and underscores, 64 at most")
+        key = new_key()
+        entry = KeyEntry(name=name or role, role=Role(role), hash=hash_of(key))
+        if file is not None:
+            add_to_file(file, entry)
+    typer.echo(key)
+    if file is None:
+        typer.echo()
+        typer.echo(key_table(entry), nl=False)
+
+
+@keys.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="The key's name.")],
+    file: Annotated[Path, typer.Option(help="The server.keys_file it stands in.")],
+) -> None:
+    """Take a key out of a file of keys; a running service refuses it within seconds."""
+    with _one_line_errors():
+        from rollout_service.keys import remove_from_file
+
+        remove_from_file(file, name)
+    typer.echo(f"{file}: {name} is no key any more")
+
+
+@keys.command()
+def init(folder: Annotated[Path, typer.Argument(help="Where the keys are to lie.")]) -> None:
+    """Make a key of every role in FOLDER, and keys.toml for server.keys_file, where they are not there yet."""
+    with _one_line_errors():
+        from rollout_service.keys import make_keys
+
+        made = make_keys(folder)
+    for path in made:
+        typer.echo(f"made {path}")
+    if not made:
+        typer.echo(f"{folder}: the keys are there already")
+
+
 @stores.command()
 def stats(config: ConfigOption = None) -> None:
     """Print what is in the store as JSON, bytes and counts; the service may be running."""
@@ -157,6 +213,9 @@ def compact(config: ConfigOption = None) -> None:
     typer.echo(f"{path}: {before} bytes before, {after} after")
 
 
+register(app)  # here, so that `--help` lists the commands that look into a run behind the one that starts it
+
+
 def _store_file(config: Path | None) -> Path:
     """The file of the configured store. Raises ConfigError where that is no SQLite store."""
     _set_up_logs(LogFormat.AUTO, "error")
@@ -170,11 +229,13 @@ def _store_file(config: Path | None) -> Path:
     return store.path
 
 
-def _load(config: Path | None, *, host: str | None = None, port: int | None = None) -> tuple[Settings, Path | None]:
+def _load(
+    config: Path | None, *, host: str | None = None, port: int | None = None, insecure: bool | None = None
+) -> tuple[Settings, Path | None]:
     """Settings, and the folder of their file, which is now in front of sys.path for the rewards' modules."""
     from rollout_service.settings import load_settings
 
-    settings = load_settings(config, host=host, port=port)
+    settings = load_settings(config, host=host, port=port, insecure=insecure)
     if config is None:
         return settings, None
     folder = config.resolve().parent

@@ -5,9 +5,13 @@
     ├── BadRequest             400  the body is not what HTTP or JSON allow
     │   ├── InvalidField       422  well-formed, but a field has no legal value
     │   └── BodyTooLarge       413
+    ├── Unauthorized           401  no key, or one that is unknown
+    ├── Forbidden              403  the key's role does not allow the call, or a browser made it for another page
     ├── PathNotAllowed         403  a path outside weights.allowed_paths
+    ├── EngineNotAllowed       403  an address outside registration.allowed
     ├── NotFound               404  no such group, lease, engine
     ├── Conflict               409  the call contradicts what is already so; nothing was done
+    │   └── EngineRefused      409  what answers at the address is no engine for this run; says why
     ├── QueueFull              429  a bounded queue is full; `retry_after_s`
     ├── EnginesBehind          502  engines did not load new weights; `engines` names them, no version was posted
     └── Unavailable            503
@@ -68,11 +72,35 @@ class BodyTooLarge(BadRequest):
     status = 413
 
 
+class Unauthorized(RolloutServiceError):
+    """The call needs an API key and has none that is known."""
+
+    type = "unauthorized"
+    title = "Unauthorized"
+    status = 401
+
+
+class Forbidden(RolloutServiceError):
+    """Whoever calls is known, and may not call this."""
+
+    type = "forbidden"
+    title = "Forbidden"
+    status = 403
+
+
 class PathNotAllowed(RolloutServiceError):
     """The configuration does not let engines load from there."""
 
     type = "path-not-allowed"
     title = "Path not allowed"
+    status = 403
+
+
+class EngineNotAllowed(RolloutServiceError):
+    """The configuration does not let an engine be added at this address."""
+
+    type = "engine-not-allowed"
+    title = "Engine not allowed"
     status = 403
 
 
@@ -90,6 +118,13 @@ class Conflict(RolloutServiceError):
     type = "conflict"
     title = "Conflict"
     status = 409
+
+
+class EngineRefused(Conflict):
+    """What answers there is wrong for this run (another model, raw logprobs, no vLLM); it was not added."""
+
+    type = "engine-refused"
+    title = "Engine refused"
 
 
 class QueueFull(RolloutServiceError):

@@ -28,6 +28,9 @@ this process and start at 0 with it, except `rollout_submitted_groups_total`, wh
 | rollout_http_requests_total{route,status} | requests answered, by method and route template, and class of status |
 | rollout_groups{state}, rollout_policy_version, rollout_slots{state} | the run now |
 | rollout_inflight_rollouts | rollouts at engines now (= used slots) |
+| rollout_max_staleness | the bound, as configured |
+| rollout_blocked{reason} | 1 for the reason why no new group is opened now, 0 for the others |
+| rollout_newest_reward_mean | mean reward of the newest version delivered; absent before there is one |
 | rollout_leases, rollout_waiting_lease_calls | live leases; callers waiting for one |
 | rollout_paused, rollout_halted, rollout_store_up | 1 or 0 |
 | rollout_oldest_outstanding_age_seconds | age of the oldest group that has not ended |
@@ -35,6 +38,7 @@ this process and start at 0 with it, except `rollout_submitted_groups_total`, wh
 | rollout_engine_behind{engine} | 1 while an engine reports older weights than the policy version, or missed an update |
 | rollout_threads{state} | threads of programs and tools: free, busy, or stuck (told to end, and going on) |
 | rollout_build_info{version,python} | always 1 |
+| rollout_process_… | the process as prometheus-client reads it: CPU, memory, open files, start time |
 
 | histogram | why its buckets |
 | --- | --- |
@@ -63,10 +67,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from rollout_service import __version__
-from rollout_service.core.changes import Halt, Moved
-from rollout_service.core.group import Lease
+from rollout_service.core.changes import Bumped, Halt, Moved
+from rollout_service.core.group import Group, Lease
 from rollout_service.core.lifecycle import EventKind
 from rollout_service.core.model import DropReason, FailedRollout, FailureReason, FinishedRollout, GroupState
+from rollout_service.core.scheduler import Blocked
 from rollout_service.orchestrator.views import StatusView
 
 LAG_INTERVAL_S = 0.1
@@ -122,6 +127,8 @@ class Metrics:
         self._samples_alone = samples_alone
         self._teachers = (*teachers, UNCONFIGURED)
         self._routes: set[str] = set()
+        self._newest: tuple[int, int, float] | None = None
+        """Version, and number and sum of the mean rewards of its delivered groups."""
 
         def counter(name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
             made = Counter(name, text, [label] if label else [], registry=registry)
@@ -171,6 +178,7 @@ class Metrics:
         self._lease = histogram("rollout_lease_seconds", "From lease to its end", LEASE)
         self._commit = histogram("rollout_store_commit_seconds", "One commit of the store", COMMIT)
         self._lag = histogram("rollout_event_loop_lag_seconds", "How late the event loop wakes a sleeper", LAG)
+        prometheus_client.ProcessCollector(namespace="rollout", registry=registry)
         info = Gauge("rollout_build_info", "Always 1", ["version", "python"], registry=registry)
         info.labels(__version__, platform.python_version()).set(1)
 
@@ -178,7 +186,10 @@ class Metrics:
         self, status: Callable[[], StatusView], fleet: Fleet, threads: Callable[[], ThreadCounts] | None = None
     ) -> None:
         """Read the gauges from these whenever somebody scrapes."""
-        self.registry.register(_Gauges(status, fleet, threads))
+        self.registry.register(_Gauges(status, fleet, threads, self._newest_reward))
+
+    def _newest_reward(self) -> float | None:
+        return None if self._newest is None else self._newest[2] / self._newest[1]
 
     def page(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type, as `accept` wants it. Call on the event loop: the gauges are read here."""
@@ -214,7 +225,7 @@ class Metrics:
         elif after.state is GroupState.FAILED:
             self._failed_groups.inc()
 
-    def rollout_settled(self, outcome: FinishedRollout | FailedRollout, seconds: float) -> None:
+    def rollout_settled(self, outcome: FinishedRollout | FailedRollout, seconds: float, *, group_id: str) -> None:
         self._duration.observe(seconds)
         if isinstance(outcome, FinishedRollout):
             self._finished.inc()
@@ -233,15 +244,24 @@ class Metrics:
         if reason == LATE:  # the only ones that no settled rollout has counted
             self._generated.inc(tokens)
 
-    def group_delivered(self, *, staleness: int, tokens: int, reward_mean: float | None) -> None:
+    def group_delivered(self, group: Group, *, staleness: int, tokens: int, reward_mean: float | None) -> None:
         self._delivered.inc()
         self._delivered_tokens.inc(tokens)
         self._staleness.observe(staleness)
         if reward_mean is not None:
             self._reward_mean.observe(reward_mean)
+            version = group.version or 0
+            newest, n, total = self._newest or (version, 0, 0.0)
+            if version > newest:
+                newest, n, total = version, 0, 0.0
+            if version == newest:
+                self._newest = (newest, n + 1, total + reward_mean)
 
     def lease_ended(self, lease: Lease, seconds: float) -> None:
         self._lease.observe(max(0.0, seconds))
+
+    def version_posted(self, bumped: Bumped) -> None:
+        """The gauge is read from the run."""
 
     def halted(self, halt: Halt) -> None:
         self._halts.inc()
@@ -293,9 +313,13 @@ class _Gauges(Collector):
     """The run as it is at the scrape."""
 
     def __init__(
-        self, status: Callable[[], StatusView], fleet: Fleet, threads: Callable[[], ThreadCounts] | None
+        self,
+        status: Callable[[], StatusView],
+        fleet: Fleet,
+        threads: Callable[[], ThreadCounts] | None,
+        newest_reward: Callable[[], float | None],
     ) -> None:
-        self._status, self._fleet, self._threads = status, fleet, threads
+        self._status, self._fleet, self._threads, self._newest_reward = status, fleet, threads, newest_reward
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: asking the run before it has started would be too early."""
@@ -315,6 +339,7 @@ class _Gauges(Collector):
         for name, text, value in (
             ("rollout_inflight_rollouts", "Rollouts at engines now", used),
             ("rollout_policy_version", "The current policy version", view.policy_version),
+            ("rollout_max_staleness", "Versions a group may be behind", view.max_staleness),
             ("rollout_leases", "Live leases", view.leases),
             ("rollout_waiting_lease_calls", "Callers waiting for a lease", view.waiting_lease_calls),
             ("rollout_paused", "1 while paused", view.paused),
@@ -323,6 +348,10 @@ class _Gauges(Collector):
             ("rollout_oldest_outstanding_age_seconds", "Age of the oldest group that has not ended", oldest),
         ):
             yield GaugeMetricFamily(name, text, float(value))
+        blocked = {reason.value: view.blocked == reason.value for reason in Blocked}
+        yield _labelled("rollout_blocked", "1 for why no new group is opened now", "reason", blocked)
+        if (mean := self._newest_reward()) is not None:
+            yield GaugeMetricFamily("rollout_newest_reward_mean", "Mean reward of the newest version delivered", mean)
         if self._threads is not None:
             counted = self._threads()
             states = {"free": counted.total - counted.busy, "busy": counted.busy, "stuck": counted.stuck}

@@ -93,6 +93,8 @@ class ScriptedService:
     exhausted_when_empty: bool = True
     faults: list[Fault] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
+    authorizations: list[list[str]] = field(default_factory=list)
+    """The Authorization headers of each request in `seen`."""
     acked: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     leases: dict[str, Held] = field(default_factory=dict)
@@ -102,6 +104,8 @@ class ScriptedService:
     prompts: dict[str, dict[str, Any]] = field(default_factory=dict)
     paused: bool = False
     marks: list[str] = field(default_factory=list)
+    removed: set[str] = field(default_factory=set)
+    """Engines."""
     in_service: int = 0
     """Requests being answered now."""
 
@@ -189,6 +193,7 @@ class ScriptedService:
         raw = await request.read()
         body = json.loads(raw) if raw else None
         self.seen.append(Seen(request.method, request.path_qs, body))
+        self.authorizations.append(request.headers.getall("Authorization", []))
         fault = next((f for f in self.faults if request.path.startswith(f.path)), None)
         if fault is not None:
             self.faults.remove(fault)
@@ -234,6 +239,13 @@ class ScriptedService:
                 return web.json_response({"paused": self.paused})
             case ["GET", "engines"]:
                 return web.json_response({"engines": [{"id": "e0", "healthy": True}]})
+            case ["POST", "engines"]:
+                return web.json_response({"id": "e1", "healthy": True, **body}, status=201)
+            case ["DELETE", "engines", engine_id]:
+                if engine_id in self.removed:
+                    return problem(404, "not-found", f"no engine {engine_id!r}")
+                self.removed.add(engine_id)
+                return web.json_response({"id": engine_id, "leaving": True})
             case ["GET", "metrics"]:
                 return web.Response(text="rollout_policy_version 0.0\n")
             case [_, "checkpoints" | "rewind", *_]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollout_service.core.model import FailureReason
 from rollout_service.engines import Answer, Deadline, EngineSpec, Fleet, FleetSettings, GenerateRequest
+from rollout_service.engines.settings import CallTracer
 from tests.engine_script import ScriptedEngine
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 8}
@@ -74,6 +75,7 @@ async def fleet_of(
     on_change: Callable[[], None] = lambda: None,
     max_inflight: int = 64,
     api_key: str = "",
+    tracer: CallTracer | None = None,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
     """A started fleet that probes often; stopped at the end."""
@@ -82,7 +84,7 @@ async def fleet_of(
         EngineSpec(url=engine if isinstance(engine, str) else engine.url, max_inflight=max_inflight, api_key=api_key)
         for engine in engines
     ]
-    fleet = Fleet(specs, FleetSettings(**limits), events=events, on_change=on_change)
+    fleet = Fleet(specs, FleetSettings(**limits), events=events, on_change=on_change, tracer=tracer)
     await fleet.start()
     try:
         yield fleet

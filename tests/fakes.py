@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_service.core.changes import Halt, Moved
-from rollout_service.core.group import GroupPolicy, Lease
+from rollout_service.core.changes import Bumped, Halt, Moved
+from rollout_service.core.group import Group, GroupPolicy, Lease
 from rollout_service.core.model import (
     FailedRollout,
     FailureReason,
@@ -143,13 +143,14 @@ class Recorder:
     delivered: list[dict[str, Any]] = field(default_factory=list)
     leases_ended: list[Lease] = field(default_factory=list)
     halts: list[Halt] = field(default_factory=list)
+    versions: list[Bumped] = field(default_factory=list)
     commits: int = 0
     failures: list[str] = field(default_factory=list)
 
     def group_moved(self, moved: Moved) -> None:
         self.moves.append(moved)
 
-    def rollout_settled(self, outcome: FinishedRollout | FailedRollout, seconds: float) -> None:
+    def rollout_settled(self, outcome: FinishedRollout | FailedRollout, seconds: float, *, group_id: str) -> None:
         self.settled.append(outcome)
 
     def rollouts_aborted(self, count: int) -> None:
@@ -158,11 +159,14 @@ class Recorder:
     def tokens_wasted(self, tokens: int, reason: str) -> None:
         self.wasted.append((tokens, reason))
 
-    def group_delivered(self, *, staleness: int, tokens: int, reward_mean: float | None) -> None:
+    def group_delivered(self, group: Group, *, staleness: int, tokens: int, reward_mean: float | None) -> None:
         self.delivered.append({"staleness": staleness, "tokens": tokens, "reward_mean": reward_mean})
 
     def lease_ended(self, lease: Lease, seconds: float) -> None:
         self.leases_ended.append(lease)
+
+    def version_posted(self, bumped: Bumped) -> None:
+        self.versions.append(bumped)
 
     def halted(self, halt: Halt) -> None:
         self.halts.append(halt)

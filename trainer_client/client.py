@@ -8,6 +8,7 @@ module: together they cost more than everything else here.
 from __future__ import annotations
 
 import functools
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -35,6 +36,8 @@ TIMEOUT_S = 30.0
 """Longest wait for the service to say anything, beside the `wait_s` of a lease."""
 RETRY_FOR_S = 60.0
 """Covers a restart of the service with many outstanding groups."""
+KEY_VARIABLE = "ROLLOUT_SERVICE_KEY"
+"""Environment variable with the API key of clients that are given none."""
 
 
 def _blocking(call: Callable[Concatenate[Core, P], Flow[T]]) -> Callable[Concatenate[RolloutClient, P], T]:
@@ -63,17 +66,19 @@ class RolloutClient:
                 train(lease.groups)
                 client.post_version(step)
 
-    `timeout_s`: longest silence of the service; `retry_for_s`: how long a call is tried again after its first failure;
-    `consumer`: the name its leases carry; `binary`: ask for leases as safetensors, whose token arrays are numpy arrays
-    (False: as JSON, whose are lists; a service that knows no other sends JSON anyway); `transport`: an httpx transport
-    to use instead of the network.
-    Raises the errors of `trainer_client.errors`, and ValueError for a URL that is not http(s).
+    `api_key`: the service's API key; None: what the environment variable ROLLOUT_SERVICE_KEY holds; "": none. It goes
+    to this address only (no redirect is followed), and into no text. `timeout_s`: longest silence of the service;
+    `retry_for_s`: how long a call is tried again after its first failure; `consumer`: the name its leases carry;
+    `binary`: ask for leases as safetensors, whose token arrays are numpy arrays (False: as JSON, whose are lists; a
+    service that knows no other sends JSON anyway); `transport`: an httpx transport to use instead of the network.
+    Raises the errors of `trainer_client.errors`, and ValueError for a URL that is not http(s) or a key that is none.
     """
 
     def __init__(
         self,
         url: str,
         *,
+        api_key: str | None = None,
         timeout_s: float = TIMEOUT_S,
         retry_for_s: float = RETRY_FOR_S,
         consumer: str | None = None,
@@ -86,7 +91,14 @@ class RolloutClient:
         self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer, binary=binary)
         self._bars: list[Progress] = []
         self._own_transport = transport is not None
-        self._http = httpx.Client(base_url=self._url, transport=transport, verify=_uses_tls(self._url))
+        self._key = _Key.of(api_key)
+        self._http = httpx.Client(
+            base_url=self._url,
+            transport=transport,
+            verify=_uses_tls(self._url),
+            headers=self._key.headers(),
+            follow_redirects=False,
+        )
 
     post_version = _blocking(Core.post_version)
     version = _blocking(Core.version)
@@ -102,6 +114,8 @@ class RolloutClient:
     pause = _blocking(Core.pause)
     resume = _blocking(Core.resume)
     engines = _blocking(Core.engines)
+    add_engine = _blocking(Core.add_engine)
+    remove_engine = _blocking(Core.remove_engine)
     metrics = _blocking(Core.metrics)
     create_checkpoint = _blocking(Core.create_checkpoint)
     checkpoints = _blocking(Core.checkpoints)
@@ -187,7 +201,7 @@ class RolloutClient:
             raise ValueError("prefetch works over the network only, not through a transport of one's own")
         ask = _ask(max_groups, min_groups, wait_s, lease_s, consumer)
         bar = Progress(progress, self._bars)
-        connect = functools.partial(AsyncRolloutClient._sharing, self._url, self._core, self._bars)
+        connect = functools.partial(AsyncRolloutClient._sharing, self._url, self._key, self._core, self._bars)
         return Prefetch(connect, self._core, ask, depth, bar)
 
     def close(self) -> None:
@@ -247,6 +261,7 @@ class AsyncRolloutClient:
         self,
         url: str,
         *,
+        api_key: str | None = None,
         timeout_s: float = TIMEOUT_S,
         retry_for_s: float = RETRY_FOR_S,
         consumer: str | None = None,
@@ -259,12 +274,19 @@ class AsyncRolloutClient:
         self._core = Core(timeout_s=timeout_s, retry_for_s=retry_for_s, consumer=consumer, binary=binary)
         self._bars: list[Progress] = []
         self._owns_leases = True
-        self._http = httpx.AsyncClient(base_url=self._url, transport=transport, verify=_uses_tls(self._url))
+        self._http = httpx.AsyncClient(
+            base_url=self._url,
+            transport=transport,
+            verify=_uses_tls(self._url),
+            headers=_Key.of(api_key).headers(),
+            follow_redirects=False,
+        )
 
     @classmethod
-    def _sharing(cls, url: str, core: Core, bars: list[Progress]) -> Self:
+    def _sharing(cls, url: str, key: _Key, core: Core, bars: list[Progress]) -> Self:
         """A client that knows what another one does (versions posted, leases held), on connections of its own."""
-        client = cls(url)
+        client = cls(url, api_key="")
+        client._http.headers.update(key.headers())
         client._core, client._bars = core, bars
         client._owns_leases = False
         return client
@@ -283,6 +305,8 @@ class AsyncRolloutClient:
     pause = _awaited(Core.pause)
     resume = _awaited(Core.resume)
     engines = _awaited(Core.engines)
+    add_engine = _awaited(Core.add_engine)
+    remove_engine = _awaited(Core.remove_engine)
     metrics = _awaited(Core.metrics)
     create_checkpoint = _awaited(Core.create_checkpoint)
     checkpoints = _awaited(Core.checkpoints)
@@ -422,6 +446,28 @@ def _checked(url: str) -> str:
 def _uses_tls(url: str) -> bool:
     """Whether to load the authorities' certificates, which cost most of a client's start and are of no use to http."""
     return url.startswith("https:")
+
+
+class _Key:
+    """An API key that no repr shows, not that of what holds it either."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    @classmethod
+    def of(cls, api_key: str | None) -> Self:
+        """The given one, or the environment's. ValueError, which does not repeat it, where it can be none."""
+        key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
+        key = key.strip()  # a line of a file ends with a line break
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            name = f"{KEY_VARIABLE} in the environment" if api_key is None else "api_key"
+            raise ValueError(f"{name} is no API key: expected one line of printable ASCII without spaces")
+        return cls(key)
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
 
 def _arguments(request: Request) -> dict[str, Any]:

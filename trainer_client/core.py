@@ -54,6 +54,8 @@ T = TypeVar("T")
 
 LOAD_TIMEOUT_S = 600.0
 """The service's own default for one engine; they load side by side."""
+FIRST_CONTACT_S = 70.0
+"""The service asks a new engine what it is; a vLLM server may take a minute to say so the first time."""
 FIRST_BACKOFF_S = 0.1
 """Short, so that a dropped connection costs a step next to nothing."""
 LONGEST_BACKOFF_S = 2.0
@@ -352,6 +354,33 @@ class Core:
     def engines(self) -> Flow[list[dict[str, Any]]]:
         """The fleet: health, load, in flight."""
         return _rows((yield from self._call("GET", "/engines")), "engines")
+
+    def add_engine(self, url: str, max_inflight: int | None = None) -> Flow[dict[str, Any]]:
+        """Add an engine until the service's next restart; its description, as in `engines`.
+
+        One that is there already takes `max_inflight`, where given; one that does not answer yet is added with
+        `healthy` false and used as soon as it answers. `Forbidden`: outside the service's `registration.allowed`;
+        `Conflict`: what answers there is wrong for the run, or there are too many.
+        """
+        body = {"url": url} | ({} if max_inflight is None else {"max_inflight": max_inflight})
+        timeout_s = self.timeout_s + FIRST_CONTACT_S
+        answer = yield from self._call("POST", "/engines", _json(body), timeout_s=timeout_s)
+        return _decode(answer, dict[str, Any])
+
+    def remove_engine(self, id: str, drain_s: int = 30) -> Flow[dict[str, Any] | None]:
+        """Remove an engine, and its last description when it is gone; None where a repeated call finds it gone.
+
+        It gets no new work from now on; what runs there may finish for `drain_s` seconds (0 to 3600), and is then
+        aborted and goes to another engine. `NotFound`: there is none of this id.
+        """
+        path = f"/engines/{_path(id)}?{urlencode({'drain_s': drain_s})}"
+        try:
+            answer = yield from self._call("DELETE", path, timeout_s=drain_s + self.timeout_s)
+        except NotFound as error:
+            if not error.repeated:
+                raise
+            return None
+        return _decode(answer, dict[str, Any])
 
     def metrics(self) -> Flow[str]:
         """The Prometheus page."""

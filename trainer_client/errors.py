@@ -5,7 +5,9 @@
     ├── UnexpectedAnswer       an answer that is not the service's: another server on that address, another interface
     └── Problem                the service said no (RFC 9457)
         ├── InvalidRequest     400, 413, 422 …  the call itself is wrong; trying again cannot help
-        ├── Denied             401, 403: the key, or a path the service may not load from
+        ├── Denied             this caller may not
+        │   ├── Unauthorized       401  no API key was given, or one the service does not know
+        │   └── Forbidden          403  the key's role, or a path or engine address outside the service's allow-lists
         ├── NotFound           404  no such group, lease, checkpoint
         ├── Conflict           409  the call contradicts what is already so; nothing of it was done
         ├── QueueFull          429  a bounded queue stayed full for `retry_for_s`; `retry_after_s`
@@ -15,8 +17,8 @@
             ├── StoreUnavailable   the store cannot commit; nothing was acknowledged
             └── ShuttingDown       the service is ending
 
-`Halted` is never retried: nothing will come until somebody has looked and posted `/resume`. Every error survives
-pickling, so that one raised in a data loader's process arrives whole.
+`Halted` is never retried: nothing will come until somebody has looked and posted `/resume`; nor is `Denied`. No error
+holds the key. Every error survives pickling, so that one raised in a data loader's process arrives whole.
 """
 
 from __future__ import annotations
@@ -65,7 +67,19 @@ class InvalidRequest(Problem):
 
 
 class Denied(Problem):
-    """The key is missing, wrong, or lacks the role; or the service may not load from that path (401, 403)."""
+    """This caller may not do this (401, 403)."""
+
+
+class Unauthorized(Denied):
+    """The call needs an API key: none was given, or one the service does not know (401).
+
+    Give the client one (`api_key`, or the variable ROLLOUT_SERVICE_KEY); `rollout-service key create` makes it.
+    """
+
+
+class Forbidden(Denied):
+    """The key is known, but its role does not allow this call; or what was asked for lies outside the service's
+    configuration (`weights.allowed_paths`, `registration.allowed`) (403)."""
 
 
 class NotFound(Problem):
@@ -138,8 +152,8 @@ _BY_TYPE: dict[str, type[Problem]] = {
     "shutting-down": ShuttingDown,
 }
 _BY_STATUS: dict[int, type[Problem]] = {
-    401: Denied,
-    403: Denied,
+    401: Unauthorized,
+    403: Forbidden,
     404: NotFound,
     409: Conflict,
     429: QueueFull,
@@ -162,4 +176,6 @@ def problem(status: int, body: Mapping[str, Any]) -> Problem:
         facts |= nested if isinstance(nested, dict) else {}
         missing = [f"{key}: {facts[key]}" for key in ("error", "group_id", "engine") if facts.get(key)]
         detail = "; ".join([detail, *(part for part in missing if part.partition(": ")[2] not in detail)])
+    elif kind is Unauthorized:
+        detail += "; RolloutClient takes a key as api_key=…, or from the environment variable ROLLOUT_SERVICE_KEY"
     return kind(detail, type=slug, status=status, facts=facts)

@@ -1,6 +1,8 @@
 """The HTTP interface: one router a resource, over an orchestrator and a fleet that are given."""
 
+from rollout_service.api.access import Access
 from rollout_service.api.application import build_api
 from rollout_service.api.context import Context
+from rollout_service.api.viewers import Viewers
 
-__all__ = ["Context", "build_api"]
+__all__ = ["Access", "Context", "Viewers", "build_api"]

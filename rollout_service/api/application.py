@@ -18,6 +18,9 @@ from rollout_service.api import (
     engines,
     groups,
     leases,
+    live,
+    live_schemas,
+    pages,
     policy_version,
     probes,
     problems,
@@ -25,8 +28,10 @@ from rollout_service.api import (
     schemas,
     status,
 )
+from rollout_service.api.access import undecided
 from rollout_service.api.context import Context
 from rollout_service.api.edge import Edge
+from rollout_service.api.guard import Guard
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -39,6 +44,8 @@ _UNREFERENCED = (
     schemas.LeasePart,
     schemas.RenewBody,
     schemas.CheckpointBody,
+    schemas.EngineBody,
+    live_schemas.LiveViewAnswer,
 )
 """Models that FastAPI does not see, because bodies are read by body.py and problems written by problems.py."""
 
@@ -56,7 +63,8 @@ def build_api(context: Context, lifespan: Lifespan | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    for module in (policy_version, prompts, leases, groups, checkpoints, status, engines, control, probes):
+    app.state.page = pages.page_files()
+    for module in (policy_version, prompts, leases, groups, checkpoints, status, live, engines, control, probes, pages):
         # As they are, not through include_router: problems.py looks through them for the methods of a path.
         app.router.routes.extend(module.routes.routes)
     context.metrics.know_routes(
@@ -65,10 +73,21 @@ def build_api(context: Context, lifespan: Lifespan | None = None) -> FastAPI:
         if isinstance(route, APIRoute)
         for method in sorted(route.methods or ())
     )
+    if missing := undecided(_all_routes(app)):
+        raise ValueError(f"api/access.py does not say who may call {', '.join(missing)}")
     problems.install(app)
+    app.add_middleware(Guard, access=context.access, routes=app.router.routes)
     app.add_middleware(Edge, metrics=context.metrics)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's own way to extend the document
     return app
+
+
+def _all_routes(app: FastAPI) -> list[str]:
+    return [
+        f"{method} {getattr(route, 'path', '')}"
+        for route in app.router.routes
+        for method in sorted(getattr(route, "methods", None) or ("?",))
+    ]
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

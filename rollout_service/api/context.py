@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, cast
 
 from fastapi import Depends, Request
 
+from rollout_service.api.access import Access
+from rollout_service.api.viewers import Viewers
 from rollout_service.core.changes import Bumped
 from rollout_service.core.group import Checkpoint, Group, Lease
 from rollout_service.core.model import GroupState, WeightUpdate
 from rollout_service.metrics import Metrics
+from rollout_service.observers import History
 from rollout_service.orchestrator import Rewound
 from rollout_service.orchestrator.views import GroupView, LeaseAnswer, LeaseRequest, StatusView, Submission
 from rollout_service.settings import Settings
@@ -72,9 +75,18 @@ class Updates(Protocol):
 class Fleet(Protocol):
     """The engines."""
 
+    async def token_texts(self, ids: Collection[int]) -> Mapping[int, str]:
+        """Id → text, as far as an engine can tell."""
+
     def describe(self) -> list[dict[str, Any]]: ...
 
     def healthy_capacity(self) -> int: ...
+
+    async def add_engine(self, url: str, max_inflight: int | None = None) -> tuple[dict[str, Any], bool]:
+        """Its description, and whether it is new."""
+
+    async def remove_engine(self, id: str, *, drain_s: float) -> dict[str, Any]:
+        """Its last description, when it is gone."""
 
 
 class ThreadCounts(Protocol):
@@ -107,6 +119,9 @@ class Context:
     updates: Updates
     fleet: Fleet
     metrics: Metrics
+    access: Access
+    history: History
+    viewers: Viewers = field(default_factory=Viewers)
     threads: Callable[[], ThreadCounts | None] = no_threads
 
 

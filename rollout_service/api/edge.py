@@ -32,6 +32,8 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                # Whatever an answer holds, a browser takes it for nothing but what its content type says.
+                message = {**message, "headers": [*message["headers"], (b"x-content-type-options", b"nosniff")]}
             await send(message)
 
         try:

@@ -8,7 +8,7 @@ from typing import Any
 from rollout_service.api.schemas import GroupDetail, GroupRow, RolloutRow
 from rollout_service.api.wire import timestamp
 from rollout_service.core.group import Group
-from rollout_service.core.model import FailedRollout, FinishedRollout, Prompt
+from rollout_service.core.model import FailedRollout, FinishedRollout, GroupState, Prompt
 from rollout_service.core.records import GroupPayload
 from rollout_service.orchestrator.views import GroupView
 
@@ -25,7 +25,8 @@ def group_detail(view: GroupView, sampling: Mapping[str, Any]) -> GroupDetail:
     state_of = {index: state for state, indexes in by_state.items() for index in indexes}
     rollouts = [_rollout(index, state, view) for index, state in sorted(state_of.items())]
     standing = _standing(group, version=view.policy_version, now=view.now)
-    if group.error is None:  # the store has a group's last error once its state changes, a rollout's at once
+    if group.error is None or group.state is GroupState.GENERATING:
+        # The store has a group's last error once its state changes, a rollout's at once.
         failures = [found for found in payload.rollouts.values() if isinstance(found, FailedRollout)]
         standing |= {"error": failures[-1].error, "engine": failures[-1].engine} if failures else {}
     return GroupDetail(

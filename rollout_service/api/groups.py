@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import Query
+from starlette.responses import Response
 
 from rollout_service.api.context import Ctx
+from rollout_service.api.group_tokens import sequences, tokens_answer
 from rollout_service.api.group_views import group_detail, group_row
+from rollout_service.api.live_schemas import GroupTokensAnswer, SamplesQuery
 from rollout_service.api.problems import declared
 from rollout_service.api.routing import router
 from rollout_service.api.schemas import GroupDetail, GroupPage, GroupRow, GroupsQuery
@@ -38,6 +42,21 @@ async def get_groups(ctx: Ctx, query: Annotated[GroupsQuery, Query()]) -> GroupP
 async def get_group(ctx: Ctx, group_id: str) -> GroupDetail:
     """One group: state, version, rollouts, attempts, last error, ages."""
     return group_detail(await ctx.orchestrator.group(_known(group_id)), ctx.settings.sampling.request_fields())
+
+
+@routes.get(
+    "/groups/{group_id}/samples",
+    response_class=Response,
+    responses={200: {"model": GroupTokensAnswer}, **declared(404, 422, 503)},
+)
+async def get_samples(ctx: Ctx, group_id: str, query: Annotated[SamplesQuery, Query()]) -> Response:
+    """The finished rollouts of a group token by token: ids, texts, mask, logprobs. Groups that ended keep no tokens."""
+    payload = (await ctx.orchestrator.group(_known(group_id))).payload
+    found = await asyncio.to_thread(sequences, payload, query.index)
+    ids = await asyncio.to_thread(lambda: {id_ for _, sequence in found for id_ in sequence.input_ids})
+    texts = await ctx.fleet.token_texts(ids) if ids else {}
+    content = await asyncio.to_thread(lambda: tokens_answer(payload, found, texts).model_dump_json().encode())
+    return Response(content, media_type="application/json")
 
 
 @routes.delete("/groups/{group_id}", responses=declared(404, 409, 503))

@@ -6,6 +6,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from rollout_service.api.context import Context, Ctx
+from rollout_service.api.guard import may_look
 from rollout_service.api.problems import declared, problem
 from rollout_service.api.routing import router
 from rollout_service.api.schemas import LiveAnswer, ReadyAnswer
@@ -20,26 +21,27 @@ async def get_livez() -> LiveAnswer:
 
 
 @routes.get("/readyz", response_model=ReadyAnswer, responses=declared(503))
-async def get_readyz(ctx: Ctx) -> ReadyAnswer | Response:
+async def get_readyz(ctx: Ctx, request: Request) -> ReadyAnswer | Response:
     """503 while halted, while no engine is healthy, and while the store cannot commit; not while paused."""
-    reasons = not_ready(ctx)
+    reasons = not_ready(ctx, details=may_look(ctx.access, request))
     if not reasons:
         return ReadyAnswer()
     return problem(503, "not-ready", "Not ready", "; ".join(reasons), {"reasons": reasons})
 
 
-def not_ready(ctx: Context) -> list[str]:
-    """Why this service should not be relied on now."""
+def not_ready(ctx: Context, *, details: bool) -> list[str]:
+    """Why this service should not be relied on now; without `details` nothing an engine, a path or a prompt said."""
     view = ctx.orchestrator.status()
     reasons = []
     if view.halt is not None:
         halt = view.halt
         where = f" at {halt.engine}" if halt.engine else ""
-        reasons.append(f"halted: {halt.reason}; last: {halt.group_id}{where}: {halt.error}")
+        more = f": {halt.reason}; last: {halt.group_id}{where}: {halt.error}" if details else ""
+        reasons.append(f"halted{more}")
     if ctx.fleet.healthy_capacity() == 0:
         reasons.append("no engine is healthy")
     if not view.store_ok:
-        reasons.append(f"the store cannot commit: {view.store_error}")
+        reasons.append("the store cannot commit" + (f": {view.store_error}" if details else ""))
     return reasons
 
 

@@ -20,7 +20,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from rollout_service.errors import BodyTooLarge, InvalidField, QueueFull, RolloutServiceError, StoreUnavailable
+from rollout_service.errors import (
+    BodyTooLarge,
+    InvalidField,
+    QueueFull,
+    RolloutServiceError,
+    StoreUnavailable,
+    Unauthorized,
+)
 
 MEDIA_TYPE = "application/problem+json"
 CLIENT_GONE = 499
@@ -68,6 +75,8 @@ def problem_of(error: RolloutServiceError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, StoreUnavailable):
         headers["retry-after"] = "1"
+    elif isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
     elif isinstance(error, BodyTooLarge):
         headers["connection"] = "close"  # the rest of the body is not worth reading
     return problem(error.status, error.type, error.title, str(error), error.facts, headers)

@@ -13,7 +13,7 @@ from pydantic.json_schema import SkipJsonSchema
 from rollout_service.core.model import GroupState
 from rollout_service.prompts.rows import MAX_EPOCH, MAX_ID_CHARACTERS
 from rollout_service.settings import SamplingOverrides
-from rollout_service.settings.tables import MAX_GROUP_SIZE, MAX_VERSION
+from rollout_service.settings.tables import MAX_GROUP_SIZE, MAX_SLOTS, MAX_VERSION
 
 MAX_PROMPTS = 10_000
 """Prompts of one call: more would hold the store's writer for too long in one transaction."""
@@ -114,13 +114,25 @@ class RenewBody(Request):
     lease_s: LeaseSeconds | None = Field(default=None, description="Missing: the lease's own.")
 
 
+class EngineBody(Request):
+    """`POST /engines`."""
+
+    url: Annotated[str, Field(min_length=1, max_length=2048)] = Field(
+        description="Base URL, without /v1, plainly written; within registration.allowed.",
+        examples=["http://10.0.0.7:8000"],
+    )
+    max_inflight: Annotated[int, Field(ge=1, le=MAX_SLOTS)] | None = Field(
+        default=None, description="Most requests at once; missing: 256, or what an engine that is there has."
+    )
+
+
 class CheckpointBody(Request):
     """`POST /checkpoints` and `POST /rewind`."""
 
     name: Name = Field(examples=["step-400"])
 
 
-def _decimal(value: Any) -> Any:
+def decimal(value: Any) -> Any:
     """Query parameters are text: plain digits are a number, everything else is refused."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10 else value
 
@@ -133,8 +145,18 @@ class GroupsQuery(BaseModel):
     state: list[Annotated[str, Field(max_length=200)]] = Field(
         default=[], max_length=16, description="Repeated, or separated by commas; none: every state."
     )
-    limit: Annotated[int, BeforeValidator(_decimal), Field(strict=True, ge=1, le=MAX_PAGE)] = 100
+    limit: Annotated[int, BeforeValidator(decimal), Field(strict=True, ge=1, le=MAX_PAGE)] = 100
     after: str | None = Field(default=None, max_length=32, description="Group id: the page begins behind it.")
+
+
+class RemoveEngineQuery(BaseModel):
+    """`DELETE /engines/{engine_id}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    drain_s: Annotated[int, BeforeValidator(decimal), Field(strict=True, ge=0, le=3600)] = Field(
+        default=30, description="How long what runs there may go on; then it is aborted, and goes to another engine."
+    )
 
 
 class Answer(BaseModel):

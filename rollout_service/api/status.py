@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_service.api.context import Ctx, ThreadCounts
+from rollout_service.api.context import Context, Ctx, ThreadCounts
 from rollout_service.api.problems import declared
 from rollout_service.api.routing import router
 from rollout_service.api.schemas import (
@@ -25,6 +25,10 @@ routes = router("status")
 @routes.get("/status", responses=declared(503))
 async def get_status(ctx: Ctx) -> StatusAnswer:
     """Groups by state, slots, halt, engines. `submitted` is the sum of `groups`."""
+    return status_answer(ctx)
+
+
+def status_answer(ctx: Context) -> StatusAnswer:
     view = ctx.orchestrator.status()
     return StatusAnswer(
         policy_version=view.policy_version,

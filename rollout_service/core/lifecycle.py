@@ -343,6 +343,8 @@ def _outdated(group: Group, event: Outdated, policy: GroupPolicy) -> tuple[Group
     """Rules 3.1.2 to 3.1.4: what was dispatched is gone, the rest goes on if it can still make a group."""
     if group.version is None or event.version - group.version <= policy.max_staleness:
         raise IllegalEvent(group, EventKind.OUTDATED, f"version {group.version} is good at {event.version}")
+    why = f"version {group.version} was too old at version {event.version}, max_staleness {policy.max_staleness}"
+    group = replace(group, error=why, engine=None)
     if policy.on_stale is OnStale.REQUEUE:
         if group.tries < policy.max_group_attempts:
             again = _again(group, rows=tuple(range(group.num_generations)))

@@ -5,6 +5,7 @@
     │   └── StaleConnection    the engine closed an idle connection just as it was used again; nobody's fault
     ├── RequestTimeout     the request ran past its limit
     ├── StatusFault        the engine answered something else than 200
+    ├── EngineRemoved      the engine was taken out of the fleet while it worked; nobody's fault
     ├── BadAnswer          a 200 that is no completion
     └── AbortedAnswer      a 200 whose generation ended in a way nobody here asked for
 
@@ -58,6 +59,12 @@ class RequestTimeout(EngineFault):
     """The request ran past its limit; it was closed and aborted."""
 
     reason = FailureReason.TIMEOUT
+
+
+class EngineRemoved(EngineFault):
+    """The engine is being removed from the fleet: the request was aborted there, or not sent at all."""
+
+    reason = FailureReason.ENGINE_UNAVAILABLE
 
 
 class StatusFault(EngineFault):

@@ -1,8 +1,9 @@
 """Several engines as one: routing, capacity, waiting.
 
-What always holds: an engine never has more than `max_inflight` requests; work goes to the least loaded healthy engine;
-callers that must wait are served first come first served; a slot that was given is given back exactly once. With no
-healthy engine callers wait `engine_wait_s` at most, counted from when the last one was lost.
+What always holds: an engine is never given more than `max_inflight` requests; work goes to the least loaded healthy
+engine; callers that must wait are served first come first served; a slot that was given is given back exactly once.
+With no healthy engine callers wait `engine_wait_s` at most, counted from when the last one was lost. Engines come and
+go while it works (see `members`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import random
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -21,14 +23,18 @@ import structlog
 from rollout_service.core.model import FailureReason, WeightUpdate
 from rollout_service.engines.faults import EngineFault, GenerationFailed
 from rollout_service.engines.health import Member
+from rollout_service.engines.http import EngineClients
+from rollout_service.engines.members import Members
 from rollout_service.engines.requests import GenerateRequest, RequestIds
 from rollout_service.engines.retry import Answer, Deadline, Gate, Generation, RetryPolicy
-from rollout_service.engines.settings import POLICY_VERSION, EngineEvents, FleetSettings, NoEvents
+from rollout_service.engines.settings import POLICY_VERSION, CallTracer, EngineEvents, FleetSettings, NoEvents
 from rollout_service.engines.texts import PromptTexts
+from rollout_service.engines.token_texts import TokenTexts
 from rollout_service.engines.updates import WeightUpdates
-from rollout_service.engines.vllm import EngineClients, EngineSpec, VllmEngine
+from rollout_service.engines.vllm import EngineSpec, VllmEngine
 from rollout_service.engines.weights import FleetReports
 from rollout_service.errors import ConfigError
+from rollout_service.settings.registration import allowed_url
 
 TEXT_TRIES = 3
 """Requests for the text of one prompt; rewards do without it afterwards."""
@@ -50,7 +56,7 @@ class _Waiter:
 
 
 class Fleet:
-    """The engines of one service. `on_change` is called when health, and with it capacity, changes."""
+    """The engines of one service. `on_change` is called when capacity changes: health, size, who is there."""
 
     def __init__(
         self,
@@ -61,6 +67,7 @@ class Fleet:
         on_change: Callable[[], None] = lambda: None,
         version: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
+        tracer: CallTracer | None = None,
     ) -> None:
         """`version` gives the current policy version."""
         self._specs = tuple(specs)
@@ -69,54 +76,54 @@ class Fleet:
         self._on_change = on_change
         self._version = version
         self._reports = FleetReports()
-        self._updates = WeightUpdates(lambda: self._members, adapters_kept=settings.adapters_kept)
+        self._updates = WeightUpdates(lambda: list(self._members), adapters_kept=settings.adapters_kept)
         self._clock = clock
+        self._tracer = tracer
         self._policy = RetryPolicy(max_attempts=settings.max_attempts)
         self._ids = RequestIds()
-        self._members: list[Member] = []
+        self._members = Members(self._member, changed=self._changed, most=settings.max_engines)
         self._clients: EngineClients | None = None
-        self._watches: list[asyncio.Task[None]] = []
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         self._longest: float = math.inf
         self._dark_since: float | None = None
         self._dark_timer: asyncio.TimerHandle | None = None
         self._texts = PromptTexts(self._fetch_text)
         self._texts_from = -math.inf
+        self._token_texts = TokenTexts()
         self._said: set[str] = set()
 
     # -- life
 
     async def start(self) -> None:
         """Contact every engine, then watch them. Raises ConfigError when one that answers is wrong for this run."""
-        clients = self._clients = EngineClients()
+        self._clients = EngineClients()
         self._dark_since = self._clock()
         try:
-            self._members = [self._member(number, spec, clients) for number, spec in enumerate(self._specs)]
-        except ConfigError:
+            await self._members.start(self._specs)
+        except BaseException:
             await self.stop()
             raise
-        contacts = await asyncio.gather(*(member.contact() for member in self._members), return_exceptions=True)
-        for failure in contacts:
-            if isinstance(failure, BaseException):
-                await self.stop()
-                raise failure
-        loop = asyncio.get_running_loop()
-        self._watches = [loop.create_task(member.watch(), name="engine-watch") for member in self._members]
 
-    def _member(self, number: int, spec: EngineSpec, clients: EngineClients) -> Member:
+    def _member(self, id: str, spec: EngineSpec) -> Member:
+        assert self._clients is not None  # noqa: S101 - for mypy: nobody is a member before the start
         try:
             engine = VllmEngine(
                 spec,
-                id=f"e{number}",
-                clients=clients,
+                id=id,
+                clients=self._clients,
                 events=self._events,
                 clock=self._clock,
                 model_name=self._model_name,
+                tracer=self._tracer,
             )
         except ValueError:
             # Without the URL: what cannot be parsed cannot be freed of credentials either.
-            raise ConfigError(f"engines[{number}].url is no URL") from None
-        return Member(engine, spec, self._settings, changed=self._changed, version=self._version, reports=self._reports)
+            raise ConfigError(f"the URL of engine {id} is no URL") from None
+        member = Member(
+            engine, spec, self._settings, changed=self._changed, version=self._version, reports=self._reports
+        )
+        member.current = self._updates.current
+        return member
 
     def _model_name(self, served: str) -> str:
         if not self._settings.model_per_version:
@@ -126,27 +133,52 @@ class Fleet:
 
     async def stop(self) -> None:
         """Abort what is out, and close every connection. Bounded in time."""
-        for watch in self._watches:
-            watch.cancel()
-        if self._watches:
-            await asyncio.wait(self._watches)
-            self._watches = []
         if self._dark_timer is not None:
             self._dark_timer.cancel()
         await self._texts.close()
-        await asyncio.gather(*(member.close() for member in self._members))
+        await self._members.stop()
         if self._clients is not None:
             await self._clients.close()
+
+    # -- who is there
+
+    async def add_engine(self, url: str, max_inflight: int | None = None) -> tuple[dict[str, Any], bool]:
+        """Its description, and whether it is new; one that is there already takes `max_inflight`, where given.
+
+        One that does not answer yet is added, unhealthy, and used as soon as it answers. Raises EngineNotAllowed,
+        InvalidField, EngineRefused with the words for what is wrong with it, Conflict where there are too many.
+        """
+        spec = EngineSpec(url=allowed_url(url, self._settings.addable), api_key=self._settings.added_api_key)
+        if max_inflight is not None:
+            spec = replace(spec, max_inflight=max_inflight)
+        member, new = await self._members.add(spec, resize=max_inflight is not None)
+        return member.describe(), new
+
+    async def remove_engine(self, id: str, *, drain_s: float) -> dict[str, Any]:
+        """Take an engine out, and its last description when it is gone.
+
+        It gets no new work from now on; what runs there may finish for `drain_s`, and is then aborted and goes to
+        another engine, which counts as no attempt. Raises NotFound.
+        """
+        return (await self._members.remove(id, drain_s=drain_s)).describe()
+
+    async def end_changes(self) -> None:
+        """Add and remove no more, and answer those who wait for it: the service is ending."""
+        await self._members.end_changes()
 
     # -- what others see
 
     def healthy_capacity(self) -> int:
         """Requests the healthy engines take at once."""
-        return sum(member.max_inflight for member in self._members if member.healthy)
+        return sum(member.max_inflight for member in self._members if member.usable)
 
     def unhealthy(self) -> dict[str, str]:
         """URL -> what is wrong, of every engine that is not healthy."""
-        return {member.engine.url: member.error or "" for member in self._members if not member.healthy}
+        return {
+            member.engine.url: member.error or ""
+            for member in self._members
+            if not member.healthy and not member.leaving
+        }
 
     def describe(self) -> list[dict[str, Any]]:
         """One dict an engine, for `GET /engines`; no URL in it shows credentials."""
@@ -186,6 +218,12 @@ class Fleet:
         """The engine's own text of a prompt given as ids; None where no engine can tell."""
         return await self._texts.get(ids)
 
+    async def token_texts(self, ids: Collection[int]) -> Mapping[int, str]:
+        """Id → text, as far as an engine can tell; for people, so nobody's work waits for it."""
+        able = [member for member in self._members if member.usable and member.detokenizes]
+        engine = min(able, key=lambda each: each.in_flight).engine if able else None
+        return await self._token_texts.of(ids, engine)
+
     # -- slots
 
     async def acquire(
@@ -210,7 +248,7 @@ class Fleet:
                 self.release(member)
                 raise
             deadline.extend(waited)
-            if member.healthy:
+            if member.usable:
                 return member
             self.release(member)
 
@@ -220,8 +258,8 @@ class Fleet:
             self._wake()
 
     def others(self, member: Member) -> bool:
-        """Whether another engine than `member` is healthy."""
-        return any(other.healthy for other in self._members if other is not member)
+        """Whether there is another engine than `member` to ask."""
+        return any(other.usable for other in self._members if other is not member)
 
     def _check_length(self, need: int) -> None:
         if need > self._longest:
@@ -277,9 +315,10 @@ class Fleet:
     # -- health
 
     def _changed(self) -> None:
-        limits = [m.engine.info.max_model_len for m in self._members if m.engine.info is not None]
+        there = [member for member in self._members if not member.leaving]
+        limits = [member.engine.info.max_model_len for member in there if member.engine.info is not None]
         self._longest = max((math.inf if limit is None else limit for limit in limits), default=math.inf)
-        if any(member.healthy for member in self._members):
+        if any(member.healthy for member in there):
             self._dark_since = None
         elif self._dark_since is None:
             self._dark_since = self._clock()
@@ -306,7 +345,7 @@ class Fleet:
     def _give_up(self) -> None:
         self._dark_timer = None
         now = self._clock()
-        errors = "; ".join(f"{member.engine.url}: {member.error}" for member in self._members)
+        errors = "; ".join(f"{url}: {error}" for url, error in self.unhealthy().items()) or "there is none"
         while self._dark_since is not None and self._waiters:
             waiter = next(iter(self._waiters))
             if self._wait_ends(waiter) > now:
@@ -336,7 +375,7 @@ class Fleet:
             return None
         error: EngineFault | None = None
         for attempt in range(TEXT_TRIES):
-            able = [member for member in self._members if member.healthy and member.detokenizes]
+            able = [member for member in self._members if member.usable and member.detokenizes]
             if not able:
                 break
             member = min(able, key=lambda each: each.in_flight)

@@ -3,7 +3,8 @@
 What always holds: an engine gets work only after it was learnt (model, context, logprobs) and while its last probe
 succeeded; a failed probe takes it out at once, `STRIKES` transport errors or 5xx in a row do so too, and only a probe
 that succeeds brings it back. An engine that is wrong for the run (another model), or behind it (older weights), stays
-out, with `error` saying why. While an engine loads weights it gets no new work.
+out, with `error` saying why. While an engine loads weights it gets no new work. One that is leaving the fleet gets no
+work any more, is probed only, and is waited for by nobody who loads weights.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 
 import structlog
 
-from rollout_service.core.model import WeightUpdate
-from rollout_service.engines.faults import EngineFault
+from rollout_service.core.model import Turn, WeightUpdate
+from rollout_service.engines.faults import EngineFault, EngineRemoved
+from rollout_service.engines.requests import GenerateRequest
 from rollout_service.engines.settings import FleetSettings
 from rollout_service.engines.vllm import EngineInfo, EngineSpec, VllmEngine
 from rollout_service.engines.weights import FleetReports, LoadFailed, WeightStanding, load, weight_version
@@ -26,7 +28,8 @@ STRIKES = 3
 """Transport errors or 5xx in a row that take an engine out (design 3.2.5)."""
 RECHECK_S = 0.5
 """The first probe after request errors took an engine out: its `/health` may well be fine."""
-
+CLOSE_S = 5.0
+"""How long closing waits for an update of the weights that was broken off: it tells the engine to resume."""
 CATCH_UP_REST_S = 30.0
 """Between two tries to give an engine that came back the run's weights: a load that fails may kill it."""
 
@@ -61,6 +64,12 @@ class Member:
         self._settings = settings
         self._changed = changed
         self._version = version
+        self._leaving = asyncio.Event()
+        self._running: set[asyncio.Timeout] = set()
+        """Of each request that is at the engine: what ends it early."""
+        self._empty = asyncio.Event()
+        """Set when it is leaving and nothing runs there any more."""
+        self._broken_off: set[asyncio.Task[LoadFailed | None]] = set()
         self._loading = 0
         self._one_load = asyncio.Lock()
         self._catch_up_from = -math.inf
@@ -74,7 +83,17 @@ class Member:
     @property
     def free(self) -> bool:
         """Whether it may be given one more request."""
-        return self.healthy and not self._loading and self.in_flight < self.max_inflight
+        return self.usable and not self._loading and self.in_flight < self.max_inflight
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is being removed from the fleet."""
+        return self._leaving.is_set()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is healthy, and here to stay."""
+        return self.healthy and not self.leaving
 
     @property
     def reachable(self) -> bool:
@@ -100,8 +119,54 @@ class Member:
             "abort": info.abort.value if info else None,
             "weight_version": self.weights.reported,
             "behind": self.weights.why_behind is not None,
+            "leaving": self.leaving,
             "error": self.error,
         }
+
+    # -- requests
+
+    async def generate(
+        self, request: GenerateRequest, request_id: str, *, timeout_s: float, fresh: bool = False
+    ) -> Turn:
+        """As the engine's own; EngineRemoved where it is leaving, or leaves meanwhile and is out of patience."""
+        if self.leaving:
+            raise EngineRemoved(f"{self.engine.url} is being removed")
+        try:
+            async with asyncio.timeout(None) as running:
+                self._running.add(running)
+                try:
+                    return await self.engine.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
+                finally:
+                    self._running.discard(running)
+                    if not self._running and self.leaving:
+                        self._empty.set()
+        except TimeoutError:
+            if not running.expired():
+                raise
+            raise EngineRemoved(f"{self.engine.url} was removed") from None
+
+    def resize(self, max_inflight: int) -> None:
+        """Take so many requests at once from now on; those beyond it that run already go on."""
+        if max_inflight != self.max_inflight:
+            self.max_inflight = max_inflight
+            self._changed()
+
+    def leave(self) -> None:
+        """No work from this moment on. Does not come back."""
+        self._leaving.set()
+        if not self._running:
+            self._empty.set()
+        self._changed()
+
+    def recall(self) -> None:
+        """End what runs there: it is aborted at the engine, and its callers get EngineRemoved."""
+        now = asyncio.get_running_loop().time()
+        for running in self._running:
+            running.reschedule(now)
+
+    async def emptied(self) -> None:
+        """Wait until it is leaving and no request runs there."""
+        await self._empty.wait()
 
     # -- what requests tell
 
@@ -128,8 +193,27 @@ class Member:
     # -- weights
 
     async def take_weights(self, update: WeightUpdate) -> LoadFailed | None:
-        """Load `update`; None, or why it was not loaded: then the engine is out until it has what the run has."""
-        error = await self._load(update)
+        """Load `update`; None, or why it was not loaded: then the engine is out until it has what the run has.
+
+        Returns at once when the engine leaves the fleet.
+        """
+        loop = asyncio.get_running_loop()
+        load = loop.create_task(self._load(update), name="engine-load")
+        leaves = loop.create_task(self._leaving.wait(), name="engine-leaves")
+        try:
+            await asyncio.wait({load, leaves}, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            load.cancel()
+            await asyncio.wait({load})  # which tells the engine to resume
+            raise
+        finally:
+            leaves.cancel()
+        if not load.done():
+            load.cancel()
+            self._broken_off.add(load)
+            load.add_done_callback(self._broken_off.discard)
+            return LoadFailed("it is being removed", touched=True)
+        error = load.result()
         if error is None and not self.healthy:
             await self._check()
         return error
@@ -225,11 +309,13 @@ class Member:
         if self._verifying is not None and not self._verifying.done():
             self._verifying.cancel()
             await asyncio.wait({self._verifying})
+        if self._broken_off:
+            await asyncio.wait(self._broken_off, timeout=CLOSE_S)
         await self.engine.close()
 
     async def _check(self) -> None:
         try:
-            if not await self._probe():
+            if not await self._probe() or self.leaving:
                 return
             if not self.healthy:
                 # It may be another server than before: another model, other limits.

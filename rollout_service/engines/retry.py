@@ -2,7 +2,8 @@
 
 What always holds: an engine request is sent only after the gate was passed, under an id never used before, and at most
 `max_attempts` counted requests are sent for one generation. Not counted are only a stale keep-alive connection (once an
-attempt) and a transport error to an engine that a probe then finds down (at most `MAX_UNCOUNTED` times).
+attempt), a transport error to an engine that a probe then finds down (at most `MAX_UNCOUNTED` times), and what passes
+at an engine that is being removed (once an engine: it gets nothing new).
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Generation:
         request_id = self._ids.next(self._request.tag)
         sent_at = self._clock()
         self._sent_at_version = self._version()
-        turn = await member.engine.generate(self._request, request_id, timeout_s=timeout_s, fresh=fresh)
+        turn = await member.generate(self._request, request_id, timeout_s=timeout_s, fresh=fresh)
         self._events.request_done(self._clock() - sent_at)
         return turn
 
@@ -199,6 +200,9 @@ class Generation:
         """Seconds to wait before the next attempt; raises GenerationFailed when there is none."""
         self._wasted += fault.tokens
         self._last = fault
+        if member.leaving and fault.transient:
+            self._events.retried(fault.failure_reason)
+            return 0.0
         down = isinstance(fault, TransportFault) and not await member.verify()
         if down and self._uncounted < MAX_UNCOUNTED:
             self._uncounted += 1

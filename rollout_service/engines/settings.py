@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollout_service.core.model import FailureReason
+from rollout_service.core.model import FailureReason, Turn
+from rollout_service.engines.requests import GenerateRequest
+from rollout_service.settings.registration import Pattern
 
 POLICY_VERSION = "{policy_version}"
 """In a model's name: the policy version that is current when a request is sent."""
@@ -31,6 +35,13 @@ class FleetSettings:
     adapters_kept: int = 6
     """LoRA adapters that stay loaded: one for every version a request may still be made at, and the newest."""
 
+    addable: tuple[Pattern, ...] = ()
+    """Addresses where engines may be added while the fleet works; none: nowhere."""
+    max_engines: int = 1024
+    """Engines in all, those of the start included."""
+    added_api_key: str = field(default="", repr=False)
+    """Bearer key of added engines, or empty."""
+
     @property
     def model_per_version(self) -> bool:
         """Whether requests name another model at every policy version."""
@@ -51,6 +62,24 @@ class EngineEvents(Protocol):
 
     def request_done(self, seconds: float) -> None:
         """An engine request gave a completion, `seconds` after it was sent."""
+
+
+class Call(Protocol):
+    """One engine request that is followed."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """To send with it."""
+
+    def answered(self, turn: Turn) -> None:
+        """It gave a completion."""
+
+
+class CallTracer(Protocol):
+    """Follows engine requests from their sending to their end."""
+
+    def call(self, request: GenerateRequest, request_id: str, engine: str) -> AbstractContextManager[Call]:
+        """Entered while `request` is at the engine of that URL; sees what it raises."""
 
 
 class NoEvents:

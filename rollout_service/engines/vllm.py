@@ -1,19 +1,17 @@
-"""One vLLM server, over HTTP: the only module with HTTP clients for engines.
+"""One vLLM server, over HTTP.
 
 What always holds: generation and `/detokenize` go over one shared aiohttp session without a limit of connections,
 everything else over httpx, so that an abort never queues behind generations; an idle connection is kept 2 s, less than
-any server keeps it; a request that is cancelled or timed out has its connection closed AND its abort id sent; no text
-or log of this module holds credentials.
+any server keeps it; a request that is cancelled or timed out, or whose answer does not end, has its connection closed
+AND its abort id sent; no text or log of this module holds credentials.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import ssl
 from array import array
-from collections.abc import AsyncIterator, Callable
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -25,18 +23,25 @@ import aiohttp
 import httpx
 import msgspec
 import structlog
-from aiohttp.abc import AbstractCookieJar
 from yarl import URL
 
 from rollout_service.core.model import Turn
 from rollout_service.engines.aborts import AbortBatch, AbortEvents
 from rollout_service.engines.answers import chat_turn, error_message, text_turn
 from rollout_service.engines.faults import BadAnswer, RequestTimeout, StaleConnection, StatusFault, TransportFault
+from rollout_service.engines.http import (
+    CONTROL_TIMEOUT_S,
+    FLIGHT,
+    EngineClients,
+    Flight,
+    answer_limit,
+    control_call,
+    read_answer,
+)
 from rollout_service.engines.requests import GenerateRequest, Route, encode_body
+from rollout_service.engines.settings import CallTracer
 from rollout_service.errors import ConfigError
 
-KEEPALIVE_S = 2.0
-"""vLLM closes idle connections after 5 s, just when a client would use them again."""
 CONNECT_S = 10.0
 """A host that does not answer a connect in this time is down."""
 STALE_WITHIN_S = 5.0
@@ -91,54 +96,6 @@ class EngineInfo:
     abort: AbortMode
 
 
-class _Flight:
-    """Whether the connection of one request was opened for it; kept in a context variable of its task."""
-
-    __slots__ = ("opened",)
-
-    def __init__(self) -> None:
-        self.opened = False
-
-
-_FLIGHT: ContextVar[_Flight | None] = ContextVar("rollout_engine_flight", default=None)
-
-
-class _Connector(aiohttp.TCPConnector):
-    """Tells a request that its connection is new. aiohttp calls this only where none could be reused."""
-
-    async def _create_connection(self, *args: Any, **kwargs: Any) -> Any:
-        if (flight := _FLIGHT.get()) is not None:
-            flight.opened = True
-        return await super()._create_connection(*args, **kwargs)
-
-
-class EngineClients:
-    """The HTTP clients all engines of a fleet share. Made inside the running loop, closed by `close`."""
-
-    def __init__(self) -> None:
-        self.generation = _session(_Connector(limit=0, keepalive_timeout=KEEPALIVE_S))
-        # For the one retry after a stale connection: the pool may hold more stale ones, this never has any.
-        self.fresh = _session(_Connector(limit=0, force_close=True))
-        # Control calls are few: a new connection each is cheap, and a stale one would look like a dead engine.
-        self.control = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            timeout=MODELS_TIMEOUT_S,
-            verify=ssl.create_default_context(),  # what aiohttp trusts, so that both paths agree
-            follow_redirects=False,
-            trust_env=False,
-        )
-
-    async def close(self) -> None:
-        await self.generation.close()
-        await self.fresh.close()
-        await self.control.aclose()
-
-
-def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-    jar: AbstractCookieJar = aiohttp.DummyCookieJar()
-    return aiohttp.ClientSession(connector=connector, cookie_jar=jar, raise_for_status=False, trust_env=False)
-
-
 def public_url(url: str) -> str:
     """`url` without user, password, query and fragment."""
     parts = urlsplit(url)
@@ -157,6 +114,7 @@ class VllmEngine:
         events: AbortEvents,
         clock: Callable[[], float],
         model_name: Callable[[str], str] = lambda served: served,
+        tracer: CallTracer | None = None,
     ) -> None:
         """`model_name`: what requests call the model, given the name it is served under."""
         self.id = id
@@ -168,6 +126,7 @@ class VllmEngine:
         self._clients = clients
         self._clock = clock
         self._model_name = model_name
+        self._tracer = tracer
         self._auth = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
         self._headers = {"Content-Type": "application/json", **self._auth}
         self._routes = {route: URL(self._base + route.path) for route in Route}
@@ -186,28 +145,39 @@ class VllmEngine:
 
         The engine must have been learnt.
         """
+        if self._tracer is None:
+            return await self._generate(request, request_id, timeout_s, fresh, {})
+        with self._tracer.call(request, request_id, self.url) as call:
+            turn = await self._generate(request, request_id, timeout_s, fresh, call.headers)
+            call.answered(turn)
+            return turn
+
+    async def _generate(
+        self, request: GenerateRequest, request_id: str, timeout_s: float, fresh: bool, headers: Mapping[str, str]
+    ) -> Turn:
         info = self.info
         if info is None:
             raise TransportFault(f"{self.url} was never reached")
         route = request.route
         abort_id = route.abort_id(request_id)
         body = encode_body(request, request_id, self._model_name(info.model))
-        flight = _Flight()
-        _FLIGHT.set(flight)
+        flight = Flight()
+        FLIGHT.set(flight)
         session = self._clients.fresh if fresh else self._clients.generation
+        limit = answer_limit(len(body), request.sampling.get("max_tokens"))
         sent_at = self._out[abort_id] = self._clock()
         answered = False
         try:
             async with session.post(
                 self._routes[route],
                 data=body if len(body) <= LARGE_BODY else _pieces(body),
-                headers={**self._headers, "X-Request-Id": request_id},
+                headers={**self._headers, "X-Request-Id": request_id, **headers},
                 timeout=self._timeout(timeout_s),
                 allow_redirects=False,
             ) as response:
                 answered = True
-                raw = await response.read()
-        except asyncio.CancelledError:
+                raw = await read_answer(response, limit)
+        except (asyncio.CancelledError, BadAnswer):
             self._aborts.add(abort_id, sent_at)
             raise
         except aiohttp.ConnectionTimeoutError as error:
@@ -225,7 +195,7 @@ class VllmEngine:
             return chat_turn(raw, vocab_size=info.vocab_size, engine=self.id)
         return text_turn(raw, sent_ids=request.token_ids, vocab_size=info.vocab_size, engine=self.id)
 
-    def _broken(self, error: Exception, flight: _Flight, answered: bool, sent_at: float) -> TransportFault:
+    def _broken(self, error: Exception, flight: Flight, answered: bool, sent_at: float) -> TransportFault:
         detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, aiohttp.ContentTypeError | aiohttp.ClientPayloadError) or answered:
             return TransportFault(f"the connection broke inside the answer: {detail}")
@@ -247,14 +217,12 @@ class VllmEngine:
         mode = self.info.abort if self.info else AbortMode.CLOSE
         if mode is AbortMode.CLOSE:
             return
-        answer = await self._clients.control.post(
-            self._base + _ABORT_PATHS[mode], json={"request_ids": ids}, headers=self._auth
-        )
-        if answer.status_code == 404 and self.info is not None:
+        status, raw = await self._call("POST", _ABORT_PATHS[mode], {"request_ids": ids})
+        if status == 404 and self.info is not None:
             self.info = replace(self.info, abort=AbortMode.CLOSE)
             self._say_close_only()
-        elif answer.status_code != 200:
-            raise _refusal(answer.status_code, answer.content, None)
+        elif status != 200:
+            raise _refusal(status, raw, None)
 
     async def close(self) -> None:
         """Abort what is out, and wait for the abort calls (bounded)."""
@@ -278,27 +246,34 @@ class VllmEngine:
         """Call a control route; the body of its answer. Raises EngineFault for everything but 200."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._clients.control.request(
-                    method, self._base + path, json=body, headers=self._auth, timeout=timeout_s
-                )
+                status, raw = await self._call(method, path, body, timeout_s)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise RequestTimeout(f"{method} {path}: no answer in {timeout_s:g} s") from error
         except (httpx.HTTPError, OSError) as error:
             raise TransportFault(f"{method} {path}: {_words(error)}") from error
-        if answer.status_code != 200:
-            raise _refusal(answer.status_code, answer.content, None)
-        return answer.content
+        if status != 200:
+            raise _refusal(status, raw, None)
+        return raw
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        return await control_call(
+            self._clients.control, method, self._base + path, headers=self._auth, body=body, timeout_s=timeout_s
+        )
 
     async def probe(self, timeout_s: float) -> str | None:
         """None when `/health` is 200, else why not."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._clients.control.get(self._base + "/health", headers=self._auth, timeout=timeout_s)
+                status, _ = await self._call("GET", "/health", None, timeout_s)
         except TimeoutError:
             return f"/health: no answer in {timeout_s:g} s"
+        except BadAnswer as fault:
+            return f"/health: {fault}"
         except (httpx.HTTPError, OSError) as error:
             return f"/health: {_words(error)}"
-        return None if answer.status_code == 200 else f"/health: HTTP {answer.status_code}"
+        return None if status == 200 else f"/health: HTTP {status}"
 
     async def learn(self, model: str) -> EngineInfo:
         """Read what the engine serves; `model`: the configured name, or empty for what it serves first.
@@ -334,7 +309,7 @@ class VllmEngine:
                 timeout=self._timeout(DETOKENIZE_TIMEOUT_S),
                 allow_redirects=False,
             ) as response:
-                raw = await response.read()
+                raw = await read_answer(response, answer_limit(len(body), len(ids)))
         except TimeoutError as error:
             raise RequestTimeout(f"/detokenize: no answer in {DETOKENIZE_TIMEOUT_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -350,17 +325,20 @@ class VllmEngine:
 
     async def _served(self, model: str) -> tuple[str, int | None]:
         where = f"{self.url}/v1/models"
-        answer = await self._get("/v1/models", MODELS_TIMEOUT_S)
-        if answer.status_code in (401, 403):
+        try:
+            status, raw = await self._get("/v1/models", MODELS_TIMEOUT_S)
+        except BadAnswer as fault:
+            raise ConfigError(f"{where} is no OpenAI-compatible server: {fault}") from fault
+        if status in (401, 403):
             given = "refuses its API key" if self._auth else "needs an API key (api_key_env)"
-            raise ConfigError(f"engine {self.url} {given}: GET /v1/models answered {answer.status_code}")
-        if answer.status_code != 200:
-            refusal = _refusal(answer.status_code, answer.content, None)
+            raise ConfigError(f"engine {self.url} {given}: GET /v1/models answered {status}")
+        if status != 200:
+            refusal = _refusal(status, raw, None)
             if refusal.transient:
                 raise refusal
-            raise ConfigError(f"{where} is no OpenAI-compatible server: it answered {answer.status_code}")
+            raise ConfigError(f"{where} is no OpenAI-compatible server: it answered {status}")
         try:
-            models = msgspec.json.decode(answer.content, type=_Models).data
+            models = msgspec.json.decode(raw, type=_Models).data
         except msgspec.DecodeError:
             raise ConfigError(f"{where} is no OpenAI-compatible server: the answer is no list of models") from None
         for entry in models:
@@ -372,31 +350,32 @@ class VllmEngine:
     async def _server_info(self) -> tuple[int, Any]:
         """(status, the configuration it tells or None). A route that is there but slow or broken counts as 500."""
         try:
-            answer = await self._get("/server_info?config_format=json", SERVER_INFO_TIMEOUT_S)
-        except RequestTimeout:
+            status, raw = await self._get("/server_info?config_format=json", SERVER_INFO_TIMEOUT_S)
+        except (RequestTimeout, BadAnswer):
             return 500, None
-        if answer.status_code != 200:
-            return answer.status_code, None
+        if status != 200:
+            return status, None
         try:
-            info = msgspec.json.decode(answer.content)
+            info = msgspec.json.decode(raw)
         except msgspec.DecodeError:
-            return 200, answer.content.decode("utf-8", "replace")
+            return 200, raw.decode("utf-8", "replace")
         return 200, info.get("vllm_config", info) if isinstance(info, dict) else info
 
     async def _scale_out(self) -> AbortMode:
         # On this route, unlike on /abort_requests, an empty list aborts nothing.
         try:
-            answer = await self._clients.control.post(
-                self._base + _ABORT_PATHS[AbortMode.SCALE_OUT], json={"request_ids": []}, headers=self._auth
-            )
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                status, _ = await self._call("POST", _ABORT_PATHS[AbortMode.SCALE_OUT], {"request_ids": []})
+        except TimeoutError as error:
+            raise RequestTimeout(f"the abort route gave no answer in {CONTROL_TIMEOUT_S:g} s") from error
         except httpx.HTTPError as error:
             raise TransportFault(_words(error)) from error
-        return AbortMode.SCALE_OUT if answer.status_code == 200 else AbortMode.CLOSE
+        return AbortMode.SCALE_OUT if status == 200 else AbortMode.CLOSE
 
-    async def _get(self, path: str, timeout_s: float) -> httpx.Response:
+    async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._clients.control.get(self._base + path, headers=self._auth, timeout=timeout_s)
+                return await self._call("GET", path, None, timeout_s)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise RequestTimeout(f"GET {path}: no answer in {timeout_s:g} s") from error
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:

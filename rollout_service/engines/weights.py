@@ -50,7 +50,7 @@ class WeightStanding:
         """The weight version it reported last; None: it has no such route, or was never asked."""
         self.why_behind: str | None = None
         """Why it may get no work; None: it may."""
-        self._reports = False
+        self._reports = self._reported_before = False
         self._fleet = fleet if fleet is not None else FleetReports()
         self._loaded: int | None = None
         self._missed: str | None = None
@@ -88,12 +88,15 @@ class WeightStanding:
     def untouched(self) -> None:
         """The update it missed changed no engine: it has what it had."""
         self._missed = self.why_behind = None
+        self._reports = self._reported_before
 
     def missed(self, version: int, why: str) -> None:
         """It did not load `version`: whatever it serves now is not that, until it reports something else.
 
         What it reports now is read at the next occasion: a load that failed half-way may have killed it.
         """
+        if self._missed is None:
+            self._reported_before = self._reports
         self._reports, self._seen_since_missed = True, False
         self._missed = self.why_behind = f"it did not load the weights of version {version}: {why}"
 

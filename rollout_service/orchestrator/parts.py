@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from rollout_service.core.changes import Halt, Moved
-from rollout_service.core.group import Lease
+from rollout_service.core.changes import Bumped, Halt, Moved
+from rollout_service.core.group import Group, Lease
 from rollout_service.core.model import FailedRollout, FinishedRollout, RolloutJob, ScoreJob, Scores
 
 
@@ -53,7 +53,7 @@ class Observer(Protocol):
     def group_moved(self, moved: Moved) -> None:
         """A group changed its state or began another attempt."""
 
-    def rollout_settled(self, outcome: FinishedRollout | FailedRollout, seconds: float) -> None:
+    def rollout_settled(self, outcome: FinishedRollout | FailedRollout, seconds: float, *, group_id: str) -> None:
         """A rollout of a current attempt survived or failed, `seconds` after its dispatch."""
 
     def rollouts_aborted(self, count: int) -> None:
@@ -62,11 +62,14 @@ class Observer(Protocol):
     def tokens_wasted(self, tokens: int, reason: str) -> None:
         """Generated tokens that will not be delivered: `stale`, `reset`, `late`, or the group's drop reason."""
 
-    def group_delivered(self, *, staleness: int, tokens: int, reward_mean: float | None) -> None:
-        """A group went out in a new lease."""
+    def group_delivered(self, group: Group, *, staleness: int, tokens: int, reward_mean: float | None) -> None:
+        """`group` went out in a new lease."""
 
     def lease_ended(self, lease: Lease, seconds: float) -> None:
         """A lease ended `seconds` after it was made."""
+
+    def version_posted(self, bumped: Bumped) -> None:
+        """The policy version is another one."""
 
     def halted(self, halt: Halt) -> None:
         """Dispatch halted."""

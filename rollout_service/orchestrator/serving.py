@@ -84,7 +84,7 @@ class Serving:
             if group is not None and group.version is not None:
                 tokens, mean = self._writer.survivors.delivery(seq)
                 staleness = lease.policy_version - group.version
-                self._observer.group_delivered(staleness=staleness, tokens=tokens, reward_mean=mean)
+                self._observer.group_delivered(group, staleness=staleness, tokens=tokens, reward_mean=mean)
         self.line.settle(waiter, lease)
         if not waiter.callers and waiter.request.request_id is None:  # nobody is there to take it (design 4.2)
             self._writer.core.release(lease.lease_id, None, now=self._writer.now())

@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 
 from rollout_service.core.changes import Bumped, Halt, Moved
-from rollout_service.core.group import Checkpoint, Group, LeaseState
+from rollout_service.core.group import Checkpoint, Group, LeaseState, group_id
 from rollout_service.core.lifecycle import EventKind, StartRollouts, StartScoring, StopRollouts, StopScoring
 from rollout_service.core.model import (
     DropReason,
@@ -231,6 +231,7 @@ class Writer:
         self.seal_leases()
         groups = [group for group, _ in ended.values()]
         bumped = self.core.rewind(checkpoint, groups, now=self._clock(), unsent=self._opening)
+        self._tell_version(bumped)
         for seq, (_, prompt) in ended.items():
             self.prompts.add(seq, prompt)
         self.committer.batch.forget_payloads.difference_update(ended)  # they are needed again
@@ -239,7 +240,13 @@ class Writer:
     def post_version(self, version: int, *, reset: bool) -> Bumped:
         """Raises VersionTooLow."""
         self.seal_leases()
-        return self.core.post_version(version, now=self._clock(), reset=reset, unsent=self._opening)
+        bumped = self.core.post_version(version, now=self._clock(), reset=reset, unsent=self._opening)
+        self._tell_version(bumped)
+        return bumped
+
+    def _tell_version(self, bumped: Bumped) -> None:
+        if bumped.version != bumped.previous:
+            self._after_commit(partial(self._observer.version_posted, bumped))
 
     def seal_leases(self) -> None:
         """Have leases not yet handed to the store commit before what comes next.
@@ -359,7 +366,7 @@ class Writer:
             if counted:
                 log.warning(
                     "rollout_failed",
-                    group_id=f"g-{seq}",
+                    group_id=group_id(seq),
                     attempt=attempt,
                     index=index,
                     reason=outcome.reason,
@@ -368,7 +375,7 @@ class Writer:
                 )
         if counted:
             self._outcomes[key] = outcome
-            self._after_commit(partial(self._observer.rollout_settled, outcome, seconds))
+            self._after_commit(partial(self._observer.rollout_settled, outcome, seconds, group_id=group_id(seq)))
             self.touch()
 
     def _start_scoring(self, group: Group) -> None:
@@ -480,7 +487,9 @@ class Writer:
         for row in rows:
             failed = FailedRollout(index=row, reason=FailureReason.ENGINE_UNAVAILABLE, error=error, engine=engine)
             self.committer.batch.rollouts[group.seq, group.attempt, row] = failed
-            self._after_commit(partial(self._observer.rollout_settled, failed, now - group.changed_at))
+            self._after_commit(
+                partial(self._observer.rollout_settled, failed, now - group.changed_at, group_id=group.group_id)
+            )
         self.touch()  # waiting callers were served before this, and must hear of a halt
 
     # a store that fails

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict, Unpack
 from unicodedata import category
 
+import msgspec
 from pydantic import ValidationError
 
 from rollout_service.core.model import Prompt
@@ -33,7 +34,15 @@ MAX_ID_CHARACTERS = 512
 MAX_PATH_CHARACTERS = 200
 """Of a field's path in an error; keys of a row have any length."""
 MAX_TOKEN_ID = 2**31 - 1
+MAX_PROMPT_IDS = 2**20
+"""Token ids of one prompt: beyond every context length there is, and 4 MiB in the store."""
+MAX_PROMPT_BYTES = 2**24
+"""Of a prompt's text in UTF-8, or of its messages as JSON: images in them fit, and a row that holds a whole file by
+mistake is told apart from a prompt."""
 MAX_EPOCH = 2**31 - 1
+
+
+_JSON = msgspec.json.Encoder()
 
 
 class RowError(InvalidField):
@@ -154,6 +163,9 @@ def _messages(value: Any, where: str, field: str) -> list[dict[str, Any]]:
         if not isinstance(role, str) or not role:
             raise RowError(where, f"{path}.role", f"expected text, not empty, got {_given(message, 'role')}")
         _check_content(message, where, path)
+    size = len(_JSON.encode(value))
+    if size > MAX_PROMPT_BYTES:
+        raise RowError(where, field, f"{size} bytes, more than the {MAX_PROMPT_BYTES} a prompt may have")
     return value
 
 
@@ -174,6 +186,9 @@ def _text(value: Any, where: str) -> str:
         raise RowError(where, "prompt", "expected text or a list of messages; token ids belong under prompt_token_ids")
     if not isinstance(value, str) or not value:
         raise RowError(where, "prompt", f"expected text, not empty, or a list of messages, got {_kind(value)}")
+    # A character is one byte at least and four at most: most texts need not be encoded to be measured.
+    if len(value) * 4 > MAX_PROMPT_BYTES and (size := len(value.encode())) > MAX_PROMPT_BYTES:
+        raise RowError(where, "prompt", f"{size} bytes, more than the {MAX_PROMPT_BYTES} a prompt may have")
     return value
 
 
@@ -181,6 +196,8 @@ def _token_ids(value: Any, where: str) -> array[int]:
     field = "prompt_token_ids"
     if not isinstance(value, list) or not value:
         raise RowError(where, field, f"expected a list of token ids, not empty, got {_kind(value)}")
+    if len(value) > MAX_PROMPT_IDS:
+        raise RowError(where, field, f"{len(value)} ids, more than the {MAX_PROMPT_IDS} a prompt may have")
     for position, item in enumerate(value):
         if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
             raise RowError(where, f"{field}[{position}]", f"expected an integer from 0 to 2^31 - 1, got {shown(item)}")

@@ -8,6 +8,7 @@ as many times as there were places at first, so that code that never ends cannot
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -74,6 +75,7 @@ class Threads:
         await self._acquire()
         job = _Job()
         loop = asyncio.get_running_loop()
+        context = contextvars.copy_context()  # what the thread asks of the loop belongs to the same rollout
         outcome: asyncio.Future[Any] = loop.create_future()
 
         def body() -> None:
@@ -88,7 +90,7 @@ class Threads:
         started()
         try:
             # Daemon: a thread that never ends must not keep the process from ending.
-            threading.Thread(target=body, name=name, daemon=True).start()
+            threading.Thread(target=context.run, args=(body,), name=name, daemon=True).start()
         except RuntimeError:
             self._release()
             raise

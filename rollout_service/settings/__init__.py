@@ -2,7 +2,9 @@
 
 from rollout_service.settings.load import load_settings
 from rollout_service.settings.model import Settings
+from rollout_service.settings.registration import RegistrationSettings
 from rollout_service.settings.sampling import SamplingOverrides, SamplingSettings
+from rollout_service.settings.server import KeySettings, ServerSettings
 from rollout_service.settings.tables import (
     DispatchSettings,
     EngineSettings,
@@ -11,7 +13,6 @@ from rollout_service.settings.tables import (
     PromptsSettings,
     RewardSettings,
     RewardWorkersSettings,
-    ServerSettings,
     StoreSettings,
     TeacherSettings,
     WeightsSettings,
@@ -21,8 +22,10 @@ __all__ = [
     "DispatchSettings",
     "EngineSettings",
     "GroupsSettings",
+    "KeySettings",
     "ProgramSettings",
     "PromptsSettings",
+    "RegistrationSettings",
     "RewardSettings",
     "RewardWorkersSettings",
     "SamplingOverrides",

@@ -2,7 +2,8 @@
 
 Each `ROLLOUT_…` variable sets something or is reported; none is ignored, but for three kinds that are no settings:
 the variable an engine's `api_key_env` names, those Kubernetes sets for a Service whose name begins with "rollout", and
-ROLLOUT_SERVICE, which tells tests and scripts where the command lies.
+ROLLOUT_SERVICE, ROLLOUT_SERVICE_URL and ROLLOUT_SERVICE_KEY, which tell scripts and clients where the command lies, and
+the service with its key.
 A value that is not of its field's type stays text, so that validation refuses it like any other.
 """
 
@@ -22,7 +23,7 @@ from rollout_service.settings.problems import near, table_of
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?", re.ASCII)
-NO_SETTINGS = frozenset({"ROLLOUT_SERVICE"})
+NO_SETTINGS = frozenset({"ROLLOUT_SERVICE", "ROLLOUT_SERVICE_URL", "ROLLOUT_SERVICE_KEY"})
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 

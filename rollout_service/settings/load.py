@@ -28,19 +28,20 @@ def load_settings(
     *,
     host: str | None = None,
     port: int | None = None,
+    insecure: bool | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Settings:
     """Reads and checks the configuration.
 
-    `config` is the TOML file (None: environment and defaults only); `host` and `port` are the command line's and win
-    over everything. Raises ConfigError with one line that names the file or the variable, the field and what was
-    expected. Starts nothing and imports no reward.
+    `config` is the TOML file (None: environment and defaults only); `host`, `port` and `insecure` are the command
+    line's and win over everything. Raises ConfigError with one line that names the file or the variable, the field and
+    what was expected. Starts nothing and imports no reward.
     """
     environment = Environment(Settings, environ)
     overrides = environment()
     merged = _merged(_read_toml(config) if config else {}, overrides)
     origins = _Origins(file=str(config) if config else "configuration", variables=environment.origins)
-    for name, value in (("host", host), ("port", port)):
+    for name, value in (("host", host), ("port", port), ("insecure", insecure)):
         if value is not None:
             origins.options[("server", name)] = f"--{name}"
             merged = _merged(merged, {"server": {name: value}})
@@ -108,15 +109,21 @@ def _key_variables(values: Mapping[str, Any]) -> set[str]:
     """The variables that hold engines' keys; they may have any name, our prefix included."""
     engines = values.get("engines")
     tables = [engine for engine in engines if isinstance(engine, dict)] if isinstance(engines, list) else []
-    return {name for engine in tables if isinstance(name := engine.get("api_key_env"), str)}
+    if isinstance(registration := values.get("registration"), dict):
+        tables.append(registration)
+    return {name for table in tables if isinstance(name := table.get("api_key_env"), str)}
 
 
 def _missing_keys(settings: Settings, environ: Mapping[str, str]) -> list[Problem]:
     # The name is not shown: a key that was pasted in the name's place must not reach the log.
+    named: list[tuple[tuple[str | int, ...], str]] = [
+        (("engines", position), engine.api_key_env) for position, engine in enumerate(settings.engines)
+    ]
+    named.append((("registration",), settings.registration.api_key_env))
     return [
-        Problem(path=("engines", position, "api_key_env"), what="the environment variable it names is not set")
-        for position, engine in enumerate(settings.engines)
-        if engine.api_key_env and not environ.get(engine.api_key_env)
+        Problem(path=(*table, "api_key_env"), what="the environment variable it names is not set")
+        for table, name in named
+        if name and not environ.get(name)
     ]
 
 

@@ -14,7 +14,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from rollout_service.core.scoring import OWN_REWARD
 from rollout_service.settings.problems import FieldProblems
+from rollout_service.settings.registration import RegistrationSettings
 from rollout_service.settings.sampling import SamplingSettings
+from rollout_service.settings.server import ServerSettings, server_problems
 from rollout_service.settings.tables import (
     DispatchSettings,
     EngineSettings,
@@ -23,11 +25,11 @@ from rollout_service.settings.tables import (
     PromptsSettings,
     RewardSettings,
     RewardWorkersSettings,
-    ServerSettings,
     StoreSettings,
     TeacherSettings,
     WeightsSettings,
 )
+from rollout_service.settings.tracing import TracingSettings
 from rollout_service.settings.urls import same_engine
 
 Found = tuple[tuple[str | int, ...], str]
@@ -56,7 +58,11 @@ class Settings(BaseSettings):
         description="The model to ask for; empty: what the engine's /v1/models serves. {policy_version} in it stands "
         "for the version current when a request is sent: a LoRA adapter for each.",
     )
-    engines: list[EngineSettings] = Field(default=[], max_length=1024, description="At least one.")
+    engines: list[EngineSettings] = Field(
+        default=[], max_length=1024, description="At least one, unless engines may register."
+    )
+    registration: RegistrationSettings = RegistrationSettings()
+    tracing: TracingSettings = TracingSettings()
     prompts: PromptsSettings = PromptsSettings()
     groups: GroupsSettings = GroupsSettings()
     dispatch: DispatchSettings = DispatchSettings()
@@ -97,14 +103,17 @@ class Settings(BaseSettings):
             *_group_problems(self),
             *_reward_problems(self),
             *_teacher_problems(self),
+            *server_problems(self.server),
         ]:
             raise FieldProblems(found)
         return self
 
 
 def _engine_problems(settings: Settings) -> Iterator[Found]:
-    if not settings.engines:
+    if not settings.engines and not settings.registration.allowed:
         yield ("engines",), "at least one [[engines]] table is required"
+    if len(settings.engines) > settings.registration.max_engines and settings.registration.allowed:
+        yield ("registration", "max_engines"), f"is below the {len(settings.engines)} engines configured"
     counts = Counter(same_engine(engine.url) for engine in settings.engines)
     for position, engine in enumerate(settings.engines):
         if counts[same_engine(engine.url)] > 1:

@@ -6,7 +6,6 @@ no table takes a key it does not know. What one table can check alone it checks 
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, Self
 
@@ -341,28 +340,3 @@ class WeightsSettings(Table):
             if not path.isprintable() or not path.startswith("/") or ".." in path.split("/") or not path.strip("/"):
                 raise ValueError("absolute paths of folders are expected, without `..`, and not all of the disk")
         return value
-
-
-class ServerSettings(Table):
-    """`[server]`: where the service listens."""
-
-    host: str = Field(default="127.0.0.1", max_length=255, description="A loopback address.")
-    port: int = Field(default=8080, ge=0, le=65_535, description="0: any free port.")
-
-    @field_validator("host")
-    @classmethod
-    def _loopback_only(cls, value: str) -> str:
-        if not is_loopback(value):
-            raise ValueError(
-                "only loopback addresses (127.0.0.0/8, ::1, localhost) can be listened on: "
-                "API keys are not available in this version"
-            )
-        return value
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` names this machine only."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

@@ -10,8 +10,8 @@ from urllib.parse import SplitResult, urlsplit
 MAX_LENGTH = 2048
 
 
-def http_url(value: str) -> SplitResult:
-    """The parts of an http(s) URL. ValueError says what is wrong with it."""
+def http_url(value: str, *, secrets: str = "engines take a key by api_key_env") -> SplitResult:
+    """The parts of an http(s) URL. ValueError says what is wrong with it; `secrets`: where credentials belong."""
     if not value:
         raise ValueError("expected an http:// or https:// URL, got nothing")
     if len(value) > MAX_LENGTH or not value.isprintable() or " " in value:
@@ -22,7 +22,7 @@ def http_url(value: str) -> SplitResult:
     except ValueError as error:
         raise ValueError(f"not a URL: {error}") from None
     if parts.username is not None or parts.password is not None:
-        raise ValueError("credentials do not belong in a URL; engines take a key by api_key_env")
+        raise ValueError(f"credentials do not belong in a URL; {secrets}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("expected an http:// or https:// URL with a host")
     if port == 0:

@@ -2,7 +2,8 @@
 
 What always holds: each request has a connection of its own, which ends with it (a teacher reads for longer than a
 connect takes, and a kept connection may be closed by the server just as it is used again); cancelling or timing out
-closes the connection, by which vLLM stops working on the request; no text made here holds credentials.
+closes the connection, by which vLLM stops working on the request; an answer is read up to a limit and never
+decompressed, no redirect is followed; no text made here holds credentials.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import msgspec
 from yarl import URL
 
 from rollout_service.engines.answers import error_message
-from rollout_service.engines.faults import RequestTimeout, StatusFault, TransportFault
+from rollout_service.engines.faults import BadAnswer, RequestTimeout, StatusFault, TransportFault
+from rollout_service.engines.http import MAX_CONTROL_ANSWER, answer_limit, plain_session, read_answer
 from rollout_service.engines.vllm import public_url
 from rollout_service.errors import ConfigError
 from rollout_service.teachers.spec import TeacherSpec
@@ -24,6 +26,10 @@ from rollout_service.teachers.spec import TeacherSpec
 CONNECT_S = 10.0
 """A host that does not answer a connect in this time is down."""
 MODELS_TIMEOUT_S = 5.0
+CANDIDATE_BYTES = 256
+"""Of answer for one token's logprob, text and rank: 60 to 100, and more where the text has to be escaped."""
+MAX_ANSWER = 2**30
+"""Whatever was asked for: 32k tokens with 300 candidates each."""
 
 
 class _Model(msgspec.Struct):
@@ -54,19 +60,17 @@ class TeacherServer:
         self._headers = {"Content-Type": "application/json"}
         if spec.api_key:
             self._headers["Authorization"] = f"Bearer {spec.api_key}"
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._headers,
-            trust_env=False,
-        )
+        self._candidates = spec.top_k + 2  # the sampled token, and vLLM's own account of it
+        self._session = plain_session(aiohttp.TCPConnector(limit=0, force_close=True), self._headers)
 
     async def close(self) -> None:
         await self._session.close()
 
     async def completions(self, body: bytes, *, timeout_s: float) -> bytes:
         """The answer of `POST /v1/completions`. Raises EngineFault."""
-        return await self._call("POST", "/v1/completions", body, timeout_s)
+        tokens = len(body) // 2  # at most: an id and its comma
+        limit = answer_limit(len(body), tokens, CANDIDATE_BYTES * self._candidates, MAX_ANSWER)
+        return await self._call("POST", "/v1/completions", body, timeout_s, limit)
 
     async def served(self, model: str) -> Served:
         """What it serves; `model`: the configured name, or empty for what it serves first.
@@ -74,7 +78,9 @@ class TeacherServer:
         Raises ConfigError when what answers is not a teacher for this run, EngineFault when nothing can be said yet.
         """
         try:
-            raw = await self._call("GET", "/v1/models", None, MODELS_TIMEOUT_S)
+            raw = await self._call("GET", "/v1/models", None, MODELS_TIMEOUT_S, MAX_CONTROL_ANSWER)
+        except BadAnswer as fault:
+            raise ConfigError(f"teacher {self.url} is no OpenAI-compatible server: /v1/models: {fault}") from fault
         except StatusFault as fault:
             if fault.transient:
                 raise
@@ -92,7 +98,7 @@ class TeacherServer:
         names = ", ".join(repr(entry.id) for entry in models[:8]) or "nothing"
         raise ConfigError(f"teacher {self.url} does not serve model {model!r}; it serves {names}")
 
-    async def _call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+    async def _call(self, method: str, path: str, body: bytes | None, timeout_s: float, limit: int) -> bytes:
         try:
             async with self._session.request(
                 method,
@@ -102,7 +108,7 @@ class TeacherServer:
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s)),
                 allow_redirects=False,
             ) as response:
-                raw = await response.read()
+                raw = await read_answer(response, limit)
         except aiohttp.ConnectionTimeoutError as error:
             raise TransportFault(f"no connection to {self.url} in {min(CONNECT_S, timeout_s):g} s") from error
         except TimeoutError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +16,16 @@ import httpx
 import pytest
 import uvicorn
 
-from rollout_service.api import Context, build_api
+from rollout_service.api import Access, Context, Viewers, build_api
 from rollout_service.app import rules
 from rollout_service.core.model import WeightUpdate
+from rollout_service.errors import NotFound
+from rollout_service.keys import Keys
 from rollout_service.metrics import Metrics
+from rollout_service.observers import History, Observers, OutcomeLog
 from rollout_service.orchestrator import Orchestrator, PolicyUpdates
 from rollout_service.settings import EngineSettings, RewardSettings, Settings
+from rollout_service.settings.registration import allowed_url
 from rollout_service.store import MemoryStore
 from tests.fakes import Clock, Engines, Runner, Scorer
 
@@ -37,6 +41,16 @@ class Fleet(Engines):
     async def update_weights(self, update: WeightUpdate, *, again: bool = False) -> list[str]:
         self.updates.append(update)
         return [] if self.loads is None else await self.loads(update)
+
+    async def token_texts(self, ids: Collection[int]) -> Mapping[int, str]:
+        return {id_: f"<{id_}>" for id_ in ids if id_ != 8}
+
+    async def add_engine(self, url: str, max_inflight: int | None = None) -> tuple[dict[str, Any], bool]:
+        allowed_url(url, ())
+        raise AssertionError("no pattern allows anything")
+
+    async def remove_engine(self, id: str, *, drain_s: float) -> dict[str, Any]:
+        raise NotFound(f"no engine {id[:40]!a}", engine_id=id[:40])
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"id": "e0", "url": "http://engine", "healthy": self.capacity > 0, "in_flight": 0, "max_inflight": 64}]
@@ -59,17 +73,20 @@ class Service:
     scorer: Scorer = field(default_factory=Scorer)
     fleet: Fleet = field(default_factory=Fleet)
     clock: Clock = field(default_factory=Clock)
+    keys: Keys = field(default_factory=lambda: Keys(()))
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(self.settings.groups.max_staleness)
         self.metrics = Metrics(rewards=["accuracy"])
+        self.history = History(self.clock)
+        self.viewers = Viewers()
         self.door = Orchestrator(
             rules(self.settings),
             store=self.store,
             runner=self.runner,
             scorer=self.scorer,
             engines=self.fleet,
-            observer=self.metrics,
+            observer=Observers(self.metrics, self.history, OutcomeLog()),
             clock=self.clock,
         )
         self.metrics.watch(self.door.status, self.fleet)
@@ -79,6 +96,9 @@ class Service:
             updates=PolicyUpdates(self.door, self.fleet, allowed_paths=self.settings.weights.allowed_paths),
             fleet=self.fleet,
             metrics=self.metrics,
+            access=Access(self.keys, allowed_hosts=["service"]),
+            history=self.history,
+            viewers=self.viewers,
         )
         self.app = build_api(self.context)
         self.port = 0

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 from rollout_service import __version__
+from rollout_service.keys import hash_of, read_keys
 from rollout_service.simulator import Simulator, SimulatorSettings
 
 COMMAND = (sys.executable, "-m", "rollout_service")
@@ -132,12 +134,16 @@ async def test_simulate_engine_serves_until_sigterm(tmp_path: Path):
 
 
 @asynccontextmanager
-async def served(folder: Path, engine: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
-    """The service as a process, ready; its log is in `service.log`."""
+async def served(
+    folder: Path, engine: str, server: str = ""
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
+    """The service as a process, ready; its log is in `service.log`. `server`: more lines of that table."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     config = write(folder, engine=engine, port=port)
+    with (folder / config).open("a") as file:
+        file.write(server)
     with (folder / "service.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *COMMAND, "serve", "--config", config, "--log-format", "json", cwd=folder, stderr=log,
@@ -209,3 +215,53 @@ async def test_a_restart_goes_on_where_the_last_one_stopped(tmp_path: Path):
             assert [group["prompt_id"] for group in lease["groups"]] == ["a"]
             process.terminate()
             assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+# keys
+
+
+def test_a_key_is_shown_once_with_its_table_and_kept_nowhere(tmp_path: Path):
+    done = run("key", "create", "--role", "trainer", "--name", "big-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    key, _, table = done.stdout.partition("\n\n")
+    assert tomllib.loads(table)["server"]["keys"] == [{"name": "big-run", "role": "trainer", "hash": hash_of(key)}]
+    assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "keys.toml"
+    for name in ("one", "two"):
+        key = run("key", "create", "--role", "read", "--name", name, "--file", str(file)).stdout.strip()
+        assert hash_of(key) in file.read_text()
+    assert "a name stands there twice" in refused(
+        run("key", "create", "--role", "read", "--name", "one", "--file", str(file))
+    )
+    assert run("key", "revoke", "one", "--file", str(file)).returncode == 0
+    assert [found.name for found in read_keys(file)] == ["two"]
+    assert "there are: two" in refused(run("key", "revoke", "one", "--file", str(file)))
+    assert "--role" in refused(run("key", "create", "--role", "root"))
+    assert "--name" in refused(run("key", "create", "--role", "read", "--name", "a b"))
+
+
+def test_a_public_address_needs_keys_or_somebody_who_says_insecure(tmp_path: Path):
+    config = write(tmp_path)
+    everywhere = "0.0.0.0"  # noqa: S104 - refused, or with keys
+    line = refused(run("serve", "--config", config, "--host", everywhere, cwd=tmp_path))
+    assert "needs API keys" in line
+    assert "--insecure" in line
+    assert run("key", "init", "keys", cwd=tmp_path).stdout.count("made") == 5
+    assert "there already" in run("key", "init", "keys", cwd=tmp_path).stdout
+    with (tmp_path / config).open("a") as file:
+        file.write('keys_file = "keys/nothing.toml"\n')
+    assert "No such file" in refused(run("serve", "--config", config, "--host", everywhere, cwd=tmp_path))
+    (tmp_path / "keys" / "nothing.toml").write_text("")
+    assert "has no key" in refused(run("serve", "--config", config, "--host", everywhere, cwd=tmp_path))
+
+
+async def test_a_service_with_keys_asks_for_them_on_every_address_and_logs_none(tmp_path: Path):
+    everywhere = "0.0.0.0"  # noqa: S104 - with keys
+    run("key", "init", "keys", cwd=tmp_path)
+    key = (tmp_path / "keys" / "read.key").read_text().strip()
+    keys = f'host = "{everywhere}"\nkeys_file = "keys/keys.toml"\n'
+    async with Simulator(SimulatorSettings()) as engine, served(tmp_path, engine.url, keys) as (_, http):
+        assert (await http.get("/status")).status_code == 401
+        assert (await http.get("/status", headers={"Authorization": f"Bearer {key}"})).status_code == 200
+        assert (await http.get("/livez")).status_code == 200
+    assert key not in (tmp_path / "service.log").read_text()

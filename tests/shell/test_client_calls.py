@@ -17,8 +17,8 @@ from tests.client_script import DRIVERS, Fault, ScriptedService, group, problem
 from trainer_client import (
     ClientError,
     Conflict,
-    Denied,
     EnginesBehind,
+    Forbidden,
     Halted,
     InvalidRequest,
     LeaseStatus,
@@ -29,6 +29,7 @@ from trainer_client import (
     ServiceUnreachable,
     ShuttingDown,
     StoreUnavailable,
+    Unauthorized,
     Unavailable,
     UnexpectedAnswer,
 )
@@ -214,7 +215,9 @@ def test_what_is_not_json_is_refused_before_anything_is_sent(service, connect, v
         (400, "bad-request", InvalidRequest),
         (413, "body-too-large", InvalidRequest),
         (422, "invalid-field", InvalidRequest),
-        (401, "unauthorized", Denied),
+        (401, "unauthorized", Unauthorized),
+        (403, "forbidden", Forbidden),
+        (403, "engine-not-allowed", Forbidden),
         (404, "not-found", NotFound),
         (409, "conflict", Conflict),
         (500, "internal", Problem),

@@ -155,6 +155,16 @@ async def test_an_update_that_no_engine_took_and_that_changed_none_leaves_the_ru
         assert (await generate(fleet)).turn.output_ids
 
 
+async def test_the_first_update_of_a_run_with_a_mistyped_path_leaves_its_engines_in() -> None:
+    async with two() as engines, fleet_of(*engines, run=Run()) as fleet:
+        for engine in engines:
+            engine.on_control = fails("/collective_rpc", 400)
+        with pytest.raises(EnginesBehind, match="No engine was changed"):
+            await fleet.update_weights(update(1))
+        assert facts(fleet, "healthy") == [True, True]
+        assert (await generate(fleet)).turn.output_ids
+
+
 async def test_posting_the_same_version_with_another_path_does_not_make_it_the_runs() -> None:
     run = Run()
     async with two() as (stays, restarts), fleet_of(stays, restarts, run=run) as fleet:

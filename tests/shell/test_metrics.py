@@ -160,9 +160,9 @@ def test_moves_are_counted_by_how_they_end(metrics: Metrics):
 
 
 def test_every_generated_token_is_counted_once_and_wasted_ones_by_reason(metrics: Metrics):
-    metrics.rollout_settled(finished(10), 1.0)
+    metrics.rollout_settled(finished(10), 1.0, group_id="g-1")
     failure = FailedRollout(index=1, reason=FailureReason.BAD_ANSWER, error="x", wasted_tokens=5)
-    metrics.rollout_settled(failure, 1.0)
+    metrics.rollout_settled(failure, 1.0, group_id="g-1")
     metrics.tokens_wasted(10, "stale")
     metrics.tokens_wasted(3, "late")
     assert value(metrics, "rollout_generated_tokens_total") == 18
@@ -174,9 +174,34 @@ def test_every_generated_token_is_counted_once_and_wasted_ones_by_reason(metrics
     assert value(metrics, "rollout_wasted_tokens_total", reason="other") == 1
 
 
+def test_the_newest_versions_mean_reward_is_there_once_a_group_of_it_was_delivered(metrics: Metrics):
+    def deliver(version: int, reward: float | None) -> float | None:
+        group = replace(GROUP, version=version)
+        metrics.group_delivered(group, staleness=0, tokens=1, reward_mean=reward)
+        return value(metrics, "rollout_newest_reward_mean")
+
+    assert value(metrics, "rollout_newest_reward_mean") is None
+    assert deliver(3, None) is None
+    assert deliver(3, -0.5) == -0.5
+    assert deliver(3, 1.0) == 0.25
+    assert deliver(2, 9.0) == 0.25
+    assert deliver(5, 0.75) == 0.75
+
+
+def test_why_no_group_is_opened_is_one_of_the_known_reasons():
+    metrics = Metrics()
+    metrics.watch(lambda: view(blocked="pace"), Fleet())
+    reasons = {
+        name: value(metrics, "rollout_blocked", reason=name)
+        for name in ("paused", "halted", "wait_for_version", "max_ready_groups", "max_ready_bytes", "pace")
+    }
+    assert reasons == dict.fromkeys(reasons, 0.0) | {"pace": 1.0}
+    assert value(metrics, "rollout_max_staleness") == 4
+
+
 def test_deliveries_fill_the_histograms(metrics: Metrics):
-    metrics.group_delivered(staleness=2, tokens=100, reward_mean=0.55)
-    metrics.group_delivered(staleness=0, tokens=50, reward_mean=None)
+    metrics.group_delivered(GROUP, staleness=2, tokens=100, reward_mean=0.55)
+    metrics.group_delivered(GROUP, staleness=0, tokens=50, reward_mean=None)
     assert value(metrics, "rollout_delivered_groups_total") == 2
     assert value(metrics, "rollout_delivered_tokens_total") == 150
     assert value(metrics, "rollout_group_staleness_bucket", le="0.0") == 1

@@ -817,7 +817,7 @@ async def test_a_lease_call_cancelled_just_when_it_is_granted_gives_the_groups_b
     async with harness as door:
         asking = asyncio.create_task(door.lease(ASK))
         await until(lambda: door.status().waiting_lease_calls)
-        harness.observer.group_delivered = lambda **_: asking.cancel()
+        harness.observer.group_delivered = lambda *_, **__: asking.cancel()
         await door.submit([submission("a")])
         await until(lambda: len(harness.runner.held) == 4)
         harness.runner.release()

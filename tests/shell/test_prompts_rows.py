@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rollout_service.core.model import Prompt
 from rollout_service.prompts import RowError, content_digest, parse_row, parse_submitted
+from rollout_service.prompts.rows import MAX_PROMPT_BYTES, MAX_PROMPT_IDS
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 
@@ -327,3 +328,44 @@ def test_the_order_of_keys_is_no_content():
 def test_a_whole_number_for_a_temperature_is_the_same_temperature():
     whole, decimal = ({"prompt": "x", "sampling": {"temperature": value}} for value in (1, 1.0))
     assert content_digest(row(whole)) == content_digest(submitted(decimal))
+
+
+ALMOST = MAX_PROMPT_BYTES - 100
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * MAX_PROMPT_BYTES}}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_token_ids": [7] * MAX_PROMPT_IDS},
+        {"prompt": "x" * MAX_PROMPT_BYTES},
+        {"prompt": "\N{SNOWMAN}" * (MAX_PROMPT_BYTES // 3)},
+        {"messages": [{"role": "user", "content": "x" * ALMOST}]},
+        {"prompt": [{"role": "user", "content": "x" * ALMOST}]},
+        {"messages": [{"role": "user", "content": ""}] * 500_000},
+    ],
+    ids=["ids", "text", "text of long characters", "messages", "conversational prompt", "many messages"],
+)
+def test_a_prompt_of_the_greatest_size_is_taken(fields: Any):
+    assert submitted(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"prompt_token_ids": [7] * (MAX_PROMPT_IDS + 1)}, "prompt_token_ids", "1048577 ids, more than the 1048576"),
+        ({"prompt": "x" * (MAX_PROMPT_BYTES + 1)}, "prompt", "16777217 bytes, more than the 16777216"),
+        ({"prompt": "\N{SNOWMAN}" * (MAX_PROMPT_BYTES // 3 + 1)}, "prompt", "bytes, more than the 16777216"),
+        ({"messages": [{"role": "user", "content": "x" * MAX_PROMPT_BYTES}]}, "messages", "more than the 16777216"),
+        ({"prompt": [{"role": "user", "content": "x" * MAX_PROMPT_BYTES}]}, "prompt", "more than the 16777216"),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "messages", "more than the 16777216"),
+        ({"messages": [{"role": "user", "content": ""}] * 600_000}, "messages", "more than the 16777216"),
+    ],
+    ids=["ids", "text", "text of long characters", "messages", "conversational prompt", "image", "many messages"],
+)
+def test_an_absurd_prompt_is_refused_and_its_size_told(fields: Any, field: str, words: str):
+    with pytest.raises(RowError) as caught:
+        submitted(fields)
+    assert caught.value.facts["field"] == field
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 200

@@ -59,6 +59,7 @@ def test_names_and_defaults_are_those_of_the_contract(load):
         "mode": "grpo",
         "model": "",
         "engines": [{"url": "http://127.0.0.1:8000", "max_inflight": 256, "api_key_env": ""}],
+        "registration": {"allowed": [], "max_engines": 64, "api_key_env": ""},
         "prompts": {"path": "", "epochs": 1, "shuffle_seed": -1},
         "groups": {
             "num_generations": 8,
@@ -121,7 +122,15 @@ def test_names_and_defaults_are_those_of_the_contract(load):
         "reward_workers": {"processes": 2},
         "store": {"url": "sqlite:///rollout.db", "max_lease_bytes": 268435456},
         "weights": {"allowed_paths": [], "timeout_s": 600.0},
-        "server": {"host": "127.0.0.1", "port": 8080},
+        "server": {
+            "host": "127.0.0.1",
+            "port": 8080,
+            "keys": [],
+            "keys_file": "",
+            "insecure": False,
+            "allowed_hosts": [],
+        },
+        "tracing": {"endpoint": "", "sample_ratio": 1.0},
     }
 
 
@@ -300,7 +309,7 @@ def test_the_environment_alone_is_enough():
         ({"ROLLOUT_SAMPLING__ALLOW_RAW_LOGPROBS": "maybe"}, 'expected true or false, got "maybe"'),
         ({"ROLLOUT_ENGINES": "http://a:1"}, "ROLLOUT_ENGINES: engines: expected a list"),
         ({"ROLLOUT_ENGINES": '[{"url": 1}]'}, "ROLLOUT_ENGINES: engines[0].url: expected text, got 1"),
-        ({"ROLLOUT_SERVER__HOST": "10.0.0.1"}, "ROLLOUT_SERVER__HOST: server.host: only loopback"),
+        ({"ROLLOUT_SERVER__HOST": "10.0.0.1"}, "ROLLOUT_SERVER__HOST: server.host: another address"),
         (
             {"ROLLOUT_GROUPS__NUM_GENERATIONS": "1"},
             "ROLLOUT_GROUPS__NUM_GENERATIONS: groups.num_generations: 1 is below",
@@ -344,7 +353,7 @@ def test_the_command_line_wins_over_everything(load):
 
 
 def test_the_command_line_is_named_as_the_origin(refusal):
-    assert refusal(LEAST, host="10.0.0.1").startswith("--host: server.host: only loopback")
+    assert refusal(LEAST, host="10.0.0.1").startswith("--host: server.host: another address")
     assert refusal(LEAST, port=70_000).startswith("--port: server.port: expected at most 65535")
 
 
@@ -396,6 +405,27 @@ def test_the_command_line_is_named_as_the_origin(refusal):
         ('[[engines]]\nurl = "http://H"\n[[engines]]\nurl = "http://h:80/"\n' + REWARD, "the same engine"),
         (ENGINE + 'api_key_env = "sk-12"\n' + REWARD, "engines[0].api_key_env: expected the name of an environment"),
         (ENGINE + 'api_key_env = "KEY"\n' + REWARD, "engines[0].api_key_env: the environment variable it names"),
+        (
+            ENGINE + REWARD + '[registration]\nallowed = ["http://gpu"]\n',
+            "registration.allowed: expected scheme://host",
+        ),
+        (
+            ENGINE + REWARD + '[registration]\nallowed = ["http://10.0.0.7/8:1"]\n',
+            "registration.allowed: 10.0.0.7/8 has",
+        ),
+        (ENGINE + REWARD + "[registration]\nmax_engines = 0\n", "registration.max_engines: expected at least 1, got 0"),
+        (ENGINE + REWARD + '[registration]\napi_key_env = "sk-1"\n', "registration.api_key_env: expected the name"),
+        (
+            ENGINE + REWARD + '[registration]\napi_key_env = "KEY"\n',
+            "registration.api_key_env: the environment variable",
+        ),
+        (
+            ENGINE
+            + ENGINE.replace("8000", "8001")
+            + REWARD
+            + '[registration]\nallowed = ["http://a:1"]\nmax_engines = 1\n',
+            "registration.max_engines: is below the 2 engines configured",
+        ),
         (LEAST + "[prompts]\npath = 'a\\u0000'\n".replace("'", '"'), "prompts.path: a path without control"),
     ],
 )
@@ -447,14 +477,52 @@ def test_an_engines_key_may_stand_in_any_variable(load):
     assert load(text, {"ROLLOUT_ENGINE_KEY": "sk-1"}).engines[0].api_key_env == "ROLLOUT_ENGINE_KEY"
 
 
+HASH = "sha256:" + 64 * "0"
 ANYWHERE = "0.0.0.0"  # noqa: S104 - it is refused
 
 
 @pytest.mark.parametrize("host", [ANYWHERE, "::", "10.0.0.1", "example.org", "", "localhost.example.org"])
 def test_only_loopback_is_listened_on_while_there_are_no_keys(refusal, host: str):
     line = refusal(LEAST + f'[server]\nhost = "{host}"\n')
-    assert "server.host: only loopback addresses" in line
-    assert "keys are not available in this version" in line
+    assert "server.host: another address than a loopback one" in line
+    assert "needs API keys" in line
+    assert "--insecure" in line
+
+
+@pytest.mark.parametrize("host", [ANYWHERE, "::", "example.org"])
+def test_any_address_is_listened_on_with_keys_or_where_somebody_says_insecure(load, host: str):
+    key = f'[[server.keys]]\nname = "a"\nrole = "admin"\nhash = "{HASH}"\n'
+    for more in (key, 'keys_file = "keys.toml"\n', "insecure = true\n"):
+        assert load(LEAST + f'[server]\nhost = "{host}"\n{more}').server.host == host
+    assert load(LEAST, host=host, insecure=True).server.insecure
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [
+        ({"role": "root"}, "server.keys[0].role: expected one of admin, trainer, submit, read"),
+        ({"name": "a b"}, "server.keys[0].name"),
+        ({"hash": "rsk_hunter2"}, "server.keys[0].hash: expected sha256:"),
+        ({"hash": "sha256:12"}, "server.keys[0].hash"),
+    ],
+)
+def test_a_key_that_is_none_is_refused_and_not_shown(refusal, table: dict[str, str], field: str):
+    keys = json.dumps([{"name": "a", "role": "admin", "hash": HASH} | table])
+    line = refusal(LEAST, {"ROLLOUT_SERVER__KEYS": keys})
+    assert field in line
+    assert "hunter2" not in line
+
+
+def test_two_keys_of_one_name_or_one_hash_are_refused(refusal):
+    other = HASH.replace("0", "1")
+    for first, second, field in ((("a", HASH), ("a", other), "name"), (("a", HASH), ("b", HASH), "hash")):
+        keys = json.dumps([{"name": name, "role": "read", "hash": digest} for name, digest in (first, second)])
+        assert f"server.keys[1].{field}: stands there twice" in refusal(LEAST, {"ROLLOUT_SERVER__KEYS": keys})
+
+
+def test_names_a_service_may_be_called_by_are_host_names(load, refusal):
+    assert load(LEAST + '[server]\nallowed_hosts = ["Rollout.example"]\n').server.allowed_hosts == ["rollout.example"]
+    assert "server.allowed_hosts" in refusal(LEAST + '[server]\nallowed_hosts = ["http://rollout.example"]\n')
 
 
 @pytest.mark.parametrize("path", ["ckpt", "", "/", "//", "/ckpt/../etc", "/ck\\u0000pt", "s3://bucket/ckpt"])
@@ -543,3 +611,14 @@ def test_overrides_have_the_names_and_bounds_of_the_table():
                 except ValidationError:
                     outcomes.append("refused")
             assert outcomes[0] == outcomes[1], (name, value)
+
+
+def test_where_engines_may_register_none_has_to_be_configured(load):
+    settings = load(REWARD + '[registration]\nallowed = ["http://10.0.0.0/8:8000", "http://*.vllm.svc:*"]\n')
+    assert settings.engines == []
+    assert len(settings.registration.patterns) == 2
+
+
+def test_the_key_of_added_engines_may_have_a_name_with_our_prefix(load):
+    text = ENGINE + REWARD + '[registration]\napi_key_env = "ROLLOUT_ENGINES_KEY"\n'
+    assert load(text, {"ROLLOUT_ENGINES_KEY": "sk-1"}).registration.api_key_env == "ROLLOUT_ENGINES_KEY"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import math
 from array import array
 from collections.abc import AsyncIterator, Sequence
@@ -180,6 +181,27 @@ async def test_a_fault_that_does_not_pass_ends_after_max_attempts(teacher: Scrip
     assert scores.teacher == [None]
     assert scores.errors == {"teacher:t0": "HTTP 503: loading (request 2 of 2)"}
     assert len(teacher.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (Said(body=b" " * 2**23), "longer than"),
+        (Said(body=gzip.compress(b" " * 2**26), headers={"Content-Encoding": "gzip"}), "encoded ('gzip')"),
+        (Said(status=307, headers={"Location": "/v1/models"}), "HTTP 307"),
+    ],
+    ids=["too long", "packed", "redirect"],
+)
+async def test_an_answer_that_is_no_plain_one_of_bounded_size_is_refused(
+    teacher: ScriptedTeacher, said: Said, words: str
+):
+    teacher.script = lambda body: said
+    async with scorer(teacher) as scoring:
+        scores = await scoring.score(job())
+    assert scores.teacher == [None]
+    assert words in scores.errors["teacher:t0"]
+    assert teacher.headers[0]["Accept-Encoding"] == "identity"
+    assert len(teacher.asked) == 1
 
 
 async def test_a_slow_answer_is_closed_at_its_deadline(teacher: ScriptedTeacher):

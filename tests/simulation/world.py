@@ -1,8 +1,8 @@
 """A whole run on a virtual clock: real orchestrator, fleet, retries, memory store; scripted engines, trainer, faults.
 
-One seed draws everything: latencies, 5xx, hangs, cut connections, bad answers, engines that go down or ignore aborts,
-bumps, lost answers, trainers that die with a lease, releases, cancels, pauses, commits that fail, kills. The trainer
-keeps a history and the world checks it: see `History`.
+One seed draws everything: latencies, 5xx, hangs, cut connections, bad answers, engines that go down, are removed and
+added again, or ignore aborts, bumps, lost answers, trainers that die with a lease, releases, cancels, pauses, commits
+that fail, kills. The trainer keeps a history and the world checks it: see `History`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from rollout_service.engines.faults import (
     TransportFault,
 )
 from rollout_service.engines.vllm import AbortMode, EngineInfo, EngineSpec
-from rollout_service.errors import Conflict, Halted, NotFound, QueueFull, StoreUnavailable, Unavailable
+from rollout_service.errors import Conflict, Halted, NotFound, QueueFull, ShuttingDown, StoreUnavailable, Unavailable
 from rollout_service.orchestrator import LeaseAnswer, LeaseRequest, LeaseStatus, Orchestrator, Rules
 from rollout_service.rollouts import SingleTurn, SingleTurnSettings
+from rollout_service.settings.registration import read_pattern
 from rollout_service.store import MemoryStore
 from tests.fakes import Recorder, submission
 from tests.simulation import virtual
@@ -50,6 +51,7 @@ FAULTS = (
     "engine_abort",
     "ignored_abort",
     "engine_down",
+    "engine_leaves",
     "bump",
     "lost_answer",
     "dead_trainer",
@@ -293,6 +295,7 @@ class World:
                 probe_interval_s=2.0,
                 temperature=1.0,
                 allow_raw_logprobs=False,
+                addable=tuple(read_pattern(f"{spec.url}:80") for spec in self.specs),
             ),
             on_change=lambda: self.door.engines_changed(),
             clock=self.now,
@@ -467,6 +470,19 @@ class World:
         for group in groups:
             self.history.acked.setdefault(group, self.now())
 
+    async def engine_leaves(self) -> None:
+        """An operator takes an engine out, and adds it again a while later."""
+        spec = self.rng.choice(self.specs)
+        drain_s, later = self.rng.choice([0.0, 1.0, 10.0]), self.rng.uniform(0.0, 10.0)
+        with contextlib.suppress(ShuttingDown):
+            (id_,) = [engine["id"] for engine in self.fleet.describe() if engine["url"] == spec.url]
+            gone = await self.fleet.remove_engine(id_, drain_s=drain_s)
+            assert gone["leaving"]
+            await asyncio.sleep(later)
+            added, new = await self.fleet.add_engine(spec.url, spec.max_inflight)
+            assert new
+            assert added["id"] != id_
+
     async def chaos(self) -> None:
         while True:
             await asyncio.sleep(self.rng.uniform(1.0, 12.0))
@@ -475,6 +491,8 @@ class World:
                 self.down.add(url)
                 await asyncio.sleep(self.rng.uniform(1.0, 10.0))
                 self.down.discard(url)
+            if self.draw("engine_leaves", 0.25):
+                await self.engine_leaves()
             if self.draw("pause", 0.15):
                 await self.insist("pause")
                 await asyncio.sleep(self.rng.uniform(1.0, 10.0))

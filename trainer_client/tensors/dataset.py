@@ -32,6 +32,7 @@ class RolloutDataset(IterableDataset[Any]):
     Arguments:
 
     - `url`: of the service, or a `RolloutClient` (the trainer's own knows the versions it posted without asking).
+      `api_key`: as in `RolloutClient`; a client has its own.
     - `groups_per_step`: most groups of a step, over all ranks. `min_groups`: fewest (default: as many); at the end of
       the run, after a halt, and where the service's `max_lease_bytes` bounds a lease, a step may have fewer.
     - `collate`: called with a list of groups, the empty list included (see below).
@@ -78,6 +79,7 @@ class RolloutDataset(IterableDataset[Any]):
         url: str | RolloutClient,
         groups_per_step: int,
         *,
+        api_key: str | None = None,
         collate: Callable[[list[Group]], Any] | None = None,
         min_groups: int | None = None,
         whole_step: bool = False,
@@ -96,7 +98,10 @@ class RolloutDataset(IterableDataset[Any]):
             raise ValueError(f"rank and world are given together, rank from 0 to world - 1, not {rank} and {world}")
         if barrier is not None and run_id is None:
             raise ValueError("with a barrier all ranks have to be given the same run_id, new at every start")
+        if isinstance(url, RolloutClient) and api_key is not None:
+            raise ValueError("a RolloutClient has its own api_key")
         self._url, self._collate, self._whole, self._even = url, collate, whole_step, even
+        self._api_key = api_key
         self._ask: dict[str, Any] = {
             "max_groups": groups_per_step,
             "min_groups": groups_per_step if min_groups is None else min_groups,
@@ -147,7 +152,7 @@ class RolloutDataset(IterableDataset[Any]):
         """A client that ends with the iteration, or the trainer's own, which does not."""
         if isinstance(self._url, RolloutClient):
             return contextlib.nullcontext(self._url)
-        return RolloutClient(self._url)
+        return RolloutClient(self._url, api_key=self._api_key)
 
     def _alone(self, client: RolloutClient) -> Generator[Lease, None, None]:
         with client.prefetch(**self._ask, depth=self._depth) as leases:

@@ -37,7 +37,7 @@ class RemoteRolloutWorker:
     It leases whenever TRL finds its queue empty: at most `groups_per_lease` groups, the groups of a step are a good
     number. `queue_maxsize`: most rows in that queue (0: no bound); `max_staleness`: S, the service's own where None,
     and TRL's `max_staleness` should not be smaller; `consumer`, `lease_s`: of its leases, which are renewed at half of
-    their time.
+    their time. `api_key`: as in `RolloutClient`; a key of role trainer.
 
     **Versions.** TRL counts its weight syncs from 1 whenever it starts; the service's policy version only rises. The
     first sync settles the difference, by one of:
@@ -68,6 +68,7 @@ class RemoteRolloutWorker:
         self,
         url: str,
         *,
+        api_key: str | None = None,
         groups_per_lease: int = 8,
         queue_maxsize: int = 1024,
         max_staleness: int | None = None,
@@ -90,8 +91,8 @@ class RemoteRolloutWorker:
         self.metrics_queue: queue.Queue[Mapping[str, float]] = queue.Queue()
         self.samples_ahead = samples_ahead
         """Rows TRL has fetched beyond those it has trained, at the moment it posts a version; None: not known, 0."""
-        self._client = RolloutClient(url, retry_for_s=retry_for_s, consumer=consumer)
-        self._brief = RolloutClient(url, timeout_s=BRIEF_S, retry_for_s=0.0, consumer=consumer)
+        self._client = RolloutClient(url, api_key=api_key, retry_for_s=retry_for_s, consumer=consumer)
+        self._brief = RolloutClient(url, api_key=api_key, timeout_s=BRIEF_S, retry_for_s=0.0, consumer=consumer)
         self._ask: dict[str, Any] = {"max_groups": groups_per_lease, "lease_s": lease_s}
         self._given_staleness = max_staleness
         self._given_offset, self._rewind_to = version_offset, rewind_to
