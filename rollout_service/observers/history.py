@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 
 from rollout_service.core.changes import Bumped, Halt, Moved
 from rollout_service.core.group import Group
@@ -16,7 +18,21 @@ from rollout_service.core.lifecycle import EventKind
 from rollout_service.core.model import FailedRollout, FinishedRollout, GroupState
 from rollout_service.observers.fanout import Quiet
 
-RECENT = 50
+KEPT: Mapping[str, int] = {"state": 15, "error": 20, "version": 15}
+"""Of each class of what happened, the newest so many: a version that outdates a hundred groups must not push out the
+one error that a person looks for."""
+CLASS = {
+    "halted": "state",
+    "engine_down": "state",
+    "engine_up": "state",
+    "store": "state",
+    "group_failed": "error",
+    "group_dropped": "error",
+    "rollout_failed": "error",
+    "group_stale": "version",
+    "version": "version",
+}
+RECENT = sum(KEPT.values())
 VERSIONS = 240
 """Points of the reward curve: more than a screen shows side by side."""
 MOST_STALENESS = 32
@@ -65,8 +81,10 @@ class History(Quiet):
         self.wasted: Counter[str] = Counter()
         self.flow: Counter[tuple[GroupState, GroupState]] = Counter()
         self.staleness: Counter[int] = Counter()
-        self.recent: deque[Recent] = deque(maxlen=RECENT)
-        """Oldest first."""
+        self._recent: Mapping[str, deque[tuple[int, Recent]]] = {
+            name: deque(maxlen=most) for name, most in KEPT.items()
+        }
+        """By class, oldest first, each with the serial at which it happened."""
         self._rewards: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self._marks: deque[tuple[float, int, int, int]] = deque()
         self._healthy: dict[str, bool] = {}
@@ -77,6 +95,11 @@ class History(Quiet):
     def rewards(self) -> list[tuple[int, int, float]]:
         """(policy version, groups, mean of their mean rewards) of delivered groups, by version."""
         return [(version, n, total / n) for version, (n, total) in sorted(self._rewards.items())]
+
+    @property
+    def recent(self) -> list[Recent]:
+        """Oldest first, RECENT at most."""
+        return [one for _, one in sorted(chain(*self._recent.values()), key=itemgetter(0))]
 
     def rates(self) -> Rates | None:
         """None before there is a window to look back over."""
@@ -183,4 +206,5 @@ class History(Quiet):
     def _say(self, kind: str, text: str, *, group_id: str | None = None, engine: str | None = None) -> None:
         self.serial += 1
         words = text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}…"
-        self.recent.append(Recent(at=self._clock(), kind=kind, text=words, group_id=group_id, engine=engine))
+        said = Recent(at=self._clock(), kind=kind, text=words, group_id=group_id, engine=engine)
+        self._recent[CLASS[kind]].append((self.serial, said))

@@ -11,7 +11,7 @@ from rollout_service.core.model import GroupState
 from rollout_service.metrics import Metrics
 from rollout_service.observers import History, Observers, OutcomeLog
 from rollout_service.observers.fanout import Quiet
-from rollout_service.observers.history import MAX_WORDS, RECENT, VERSIONS, WINDOW_S
+from rollout_service.observers.history import KEPT, MAX_WORDS, VERSIONS, WINDOW_S
 from rollout_service.orchestrator.parts import Observer
 from tests.fakes import Clock, Recorder, failed, finished
 
@@ -64,12 +64,22 @@ def test_memory_is_bounded_whatever_the_run_does():
         history.group_moved(acked)
         log.group_moved(acked)
         history.tick({"http://e": None})
-    assert len(history.recent) == RECENT
+    assert len(history.recent) == KEPT["error"] + KEPT["version"]
     assert all(len(one.text) <= MAX_WORDS + 1 for one in history.recent)
     assert len(history.rewards()) == VERSIONS
     assert history.rewards()[-1] == (2999, 1, 0.5)
     assert len(history.staleness) == 33
     assert log._stories == {}
+
+
+def test_a_flood_of_one_kind_pushes_nothing_of_another_out():
+    history = History(Clock())
+    history.tick({"http://e": "refused"})
+    history.rollout_settled(failed(0), 1.0, group_id="g-1")
+    for version in range(100):
+        history.version_posted(Bumped(version=version + 1, previous=version, stale_groups=9, aborted_rollouts=0))
+    kinds = [one.kind for one in history.recent]
+    assert kinds == ["engine_down", "rollout_failed"] + ["version"] * KEPT["version"]
 
 
 def test_rates_are_over_the_last_half_minute():
