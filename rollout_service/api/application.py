@@ -28,7 +28,7 @@ from rollout_service.api import (
     schemas,
     status,
 )
-from rollout_service.api.access import undecided
+from rollout_service.api.access import ACCESS, undecided
 from rollout_service.api.context import Context
 from rollout_service.api.edge import Edge
 from rollout_service.api.guard import Guard
@@ -100,5 +100,25 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         )
         found = document.setdefault("components", {}).setdefault("schemas", {})
         document["components"]["schemas"] = {**definitions["$defs"], **found}
+        _document_access(document)
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _document_access(document: dict[str, Any]) -> None:
+    """Each operation says which roles may call it, as api/access.py has it."""
+    document["components"]["securitySchemes"] = {
+        "key": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "An API key; a service without keys asks for none.",
+        }
+    }
+    refusals = {str(status): answer for status, answer in problems.declared(401, 403).items() if status != "default"}
+    for path, operations in document["paths"].items():
+        for verb, operation in operations.items():
+            roles = ACCESS[f"{verb.upper()} {path}"]
+            operation["security"] = [] if roles is None else [{"key": []}]
+            if roles is not None:
+                operation["x-roles"] = sorted(roles)
+                operation["responses"] = {**refusals, **operation["responses"]}

@@ -344,14 +344,14 @@ def _outdated(group: Group, event: Outdated, policy: GroupPolicy) -> tuple[Group
     if group.version is None or event.version - group.version <= policy.max_staleness:
         raise IllegalEvent(group, EventKind.OUTDATED, f"version {group.version} is good at {event.version}")
     why = f"version {group.version} was too old at version {event.version}, max_staleness {policy.max_staleness}"
-    group = replace(group, error=why, engine=None)
+    stops, group = _stops(group), replace(group, error=why, engine=None)
     if policy.on_stale is OnStale.REQUEUE:
         if group.tries < policy.max_group_attempts:
             again = _again(group, rows=tuple(range(group.num_generations)))
-            return replace(again, tries=group.tries + 1), _stops(group)
+            return replace(again, tries=group.tries + 1), stops
     elif group.waiting and len(group.waiting) >= policy.min_group_size:
-        return _again(group, rows=group.waiting), _stops(group)
-    return replace(_stopped(group), state=S.STALE), _stops(group)
+        return _again(group, rows=group.waiting), stops
+    return replace(_stopped(group), state=S.STALE), stops
 
 
 def _again(group: Group, *, rows: tuple[int, ...]) -> Group:

@@ -60,6 +60,11 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 UNUSED_ROUTES = {
     ("get", "/livez"): "for whoever runs the service, not for a trainer",
     ("get", "/readyz"): "the same",
+    ("get", "/live"): "for people: the page, `top` and scripts",
+    ("get", "/events"): "the same",
+    ("get", "/groups/{group_id}/samples"): "the same; a trainer has them in its lease",
+    ("get", "/"): "the page",
+    ("get", "/page/{name}"): "the page",
 }
 """Routes no call of the client uses -> why."""
 UNSAID_MEMBERS = {

@@ -277,6 +277,18 @@ def test_the_table_opens_to_everybody_only_what_holds_nothing_of_the_run():
     assert {route for route, who in ACCESS.items() if who is EVERYBODY} == OPEN
 
 
+def test_the_document_says_who_may_call_what():
+    for path, operations in Service().app.openapi()["paths"].items():
+        for verb, operation in operations.items():
+            name = f"{verb.upper()} {path}"
+            if name in OPEN:
+                assert operation["security"] == [], name
+            else:
+                assert operation["security"] == [{"key": []}], name
+                assert {"401", "403"} <= operation["responses"].keys()
+                assert set(operation["x-roles"]) == {"admin"} | {role for role in MAY if role and name in MAY[role]}
+
+
 async def test_no_answer_is_taken_for_something_else_by_a_browser(service: Service):
     answers: list[Any] = [await service.http.get(where) for where in ("/", "/status", "/nothing", "/metrics")]
     assert all(answer.headers["x-content-type-options"] == "nosniff" for answer in answers)
