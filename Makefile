@@ -41,7 +41,7 @@ demo-distill: $(READY)  ## on-policy distillation from a teacher's logprobs
 test: $(READY)  ## all tests, those on a real vLLM server included
 	@$(PY) -m examples.engine.environment; code=$$?; \
 	if [ $$code -eq 0 ]; then export REQUIRE_VLLM=1; elif [ $$code -ne 3 ]; then exit $$code; fi; \
-	$(PY) -m pytest
+	$(PY) -m tests.shards --durations 40
 	@$(MAKE) --no-print-directory acceptance
 
 # From an empty folder and without this project's pytest settings: the kit brings its own and its folder is read-only.

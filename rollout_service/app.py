@@ -132,17 +132,24 @@ class Parts:
     async def _every_second(self) -> None:
         """What nobody tells us: whether engines get work, and whether the keys are others."""
         while True:
-            engines = self.fleet.describe()
-            self.history.tick({e["url"]: None if e["healthy"] else e["error"] or "not healthy" for e in engines})
             try:
-                if await asyncio.to_thread(self.keys.reload):
-                    log.info("keys_read_again")
-                self._said_keys = None
-            except ConfigError as error:  # the old keys go on; said once, for it comes back every second
-                if self._said_keys != str(error):
-                    log.error("keys_unreadable", error=str(error))
-                    self._said_keys = str(error)
+                engines = self.fleet.describe()
+                self.history.tick({e["url"]: None if e["healthy"] else e["error"] or "not healthy" for e in engines})
+                await self._read_keys()
+            except Exception:  # what one second met must not keep keys from being revoked in the next
+                log.exception("every_second_raised")
             await asyncio.sleep(1.0)
+
+    async def _read_keys(self) -> None:
+        try:
+            if await asyncio.to_thread(self.keys.reload):
+                count = len(self.keys.ring.entries)
+                (log.info if count else log.warning)("keys_read_again", keys=count)
+            self._said_keys = None
+        except ConfigError as error:  # the old keys go on; said once, for it comes back every second
+            if self._said_keys != str(error):
+                log.error("keys_unreadable", error=str(error))
+                self._said_keys = str(error)
 
     async def stop_work(self) -> None:
         """Dispatch ends, waiting callers are answered, in flight is aborted, state is committed."""
@@ -205,9 +212,12 @@ def load_keys(settings: Settings) -> Keys:
     """The API keys. Raises ConfigError, also where there is none and strangers can reach the address."""
     server = settings.server
     inline = [KeyEntry(name=key.name, role=Role(key.role), hash=key.hash) for key in server.keys]
-    keys = Keys(inline, Path(server.keys_file) if server.keys_file else None)
+    try:
+        keys = Keys(inline, Path(server.keys_file) if server.keys_file else None)
+    except ConfigError as error:
+        raise ConfigError(f"server.keys_file: {error}") from None
     if keys.required and not keys.ring:
-        raise ConfigError(f"server.keys_file: {server.keys_file}: has no key; nobody could call anything")
+        raise ConfigError(f"server.keys_file: {server.keys_file} has no key; nobody could call anything")
     return keys
 
 

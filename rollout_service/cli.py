@@ -33,7 +33,7 @@ app = typer.Typer(
 
 stores = typer.Typer(help="Look into a SQLite store, or make its file smaller.", no_args_is_help=True)
 app.add_typer(stores, name="store")
-keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
+keys = typer.Typer(help="Make and revoke API keys.", no_args_is_help=True)
 app.add_typer(keys, name="key")
 
 ConfigOption = Annotated[
@@ -144,7 +144,8 @@ def create(
 ) -> None:
     """Make an API key: the key on the first line, shown this once, then its table for the configuration."""
     with _one_line_errors():
-        from rollout_service.keys import NAME, KeyEntry, Role, add_to_file, hash_of, key_table, new_key
+        from rollout_service.key_files import add_to_file
+        from rollout_service.keys import NAME, KeyEntry, Role, hash_of, key_table, new_key
 
         if role not in list(Role):
             raise ConfigError(f"--role: expected one of {', '.join(Role)}")
@@ -167,7 +168,7 @@ def revoke(
 ) -> None:
     """Take a key out of a file of keys; a running service refuses it within seconds."""
     with _one_line_errors():
-        from rollout_service.keys import remove_from_file
+        from rollout_service.key_files import remove_from_file
 
         remove_from_file(file, name)
     typer.echo(f"{file}: {name} is no key any more")
@@ -177,13 +178,16 @@ def revoke(
 def init(folder: Annotated[Path, typer.Argument(help="Where the keys are to lie.")]) -> None:
     """Make a key of every role in FOLDER, and keys.toml for server.keys_file, where they are not there yet."""
     with _one_line_errors():
-        from rollout_service.keys import make_keys
+        from rollout_service.key_files import make_keys
 
-        made = make_keys(folder)
+        made, missing = make_keys(folder)
     for path in made:
         typer.echo(f"made {path}")
     if not made:
         typer.echo(f"{folder}: the keys are there already")
+    for path in missing:
+        name = path.stem
+        typer.echo(f"{path} is gone; for a new one: key revoke {name} --file {folder / 'keys.toml'}, then key init")
 
 
 @stores.command()

@@ -13,6 +13,7 @@
     ├── Conflict               409  the call contradicts what is already so; nothing was done
     │   └── EngineRefused      409  what answers at the address is no engine for this run; says why
     ├── QueueFull              429  a bounded queue is full; `retry_after_s`
+    │   └── TooManyViewers     429  the live view is watched by as many as it takes
     ├── EnginesBehind          502  engines did not load new weights; `engines` names them, no version was posted
     └── Unavailable            503
         ├── Halted             503  too many groups went wrong in a row; carries the group, the engine, its message
@@ -137,6 +138,13 @@ class QueueFull(RolloutServiceError):
     def __init__(self, detail: str, *, retry_after_s: int = 1, **facts: Any) -> None:
         super().__init__(detail, **facts)
         self.retry_after_s = retry_after_s
+
+
+class TooManyViewers(QueueFull):
+    """The live view is watched by as many as it takes."""
+
+    type = "too-many-viewers"
+    title = "Too many viewers"
 
 
 class EnginesBehind(RolloutServiceError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import tomllib
@@ -27,7 +26,6 @@ MAX_KEY_CHARACTERS = 256
 MAX_FILE_BYTES = 2**20
 HASH = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-HASHES_FILE = "keys.toml"
 
 
 class Role(StrEnum):
@@ -57,6 +55,7 @@ class KeyRing:
     """The keys of a service."""
 
     def __init__(self, entries: Sequence[KeyEntry]) -> None:
+        self.entries = frozenset(entries)
         self._keys = tuple((bytes.fromhex(entry.hash.removeprefix("sha256:")), entry) for entry in entries)
 
     def __bool__(self) -> bool:
@@ -94,7 +93,7 @@ class Keys:
         try:
             stat = self._file.stat()
         except OSError as error:
-            raise ConfigError(f"server.keys_file: {self._file}: {error.strerror or error}") from None
+            raise ConfigError(f"{self._file}: {error.strerror or error}") from None
         seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         if seen == self._seen:
             return False
@@ -103,44 +102,36 @@ class Keys:
         return True
 
 
-def new_key() -> str:
-    """A key nobody can guess."""
-    return PREFIX + secrets.token_urlsafe(KEY_BYTES)
-
-
-def hash_of(key: str) -> str:
-    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
-
-
-def key_table(entry: KeyEntry, table: str = "server.keys") -> str:
-    """The entry as TOML, for the configuration (`[[server.keys]]`) or a file of keys (`[[keys]]`)."""
-    return f'[[{table}]]\nname = "{entry.name}"\nrole = "{entry.role}"\nhash = "{entry.hash}"\n'
-
-
 def read_keys(path: Path) -> list[KeyEntry]:
     """The keys of a file of `[[keys]]` tables. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"server.keys_file: {path}: larger than {MAX_FILE_BYTES} bytes")
+            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
         document = tomllib.loads(content.decode())
     except OSError as error:
-        raise ConfigError(f"server.keys_file: {path}: cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError):
         # Without the parser's words: they may quote what stands there, and that may be a key.
-        raise ConfigError(f"server.keys_file: {path}: not TOML") from None
+        raise ConfigError(f"{path}: not TOML") from None
     tables = document.pop("keys", [])
     if document or not isinstance(tables, list):
-        raise ConfigError(f"server.keys_file: {path}: expected [[keys]] tables and nothing else")
-    return checked([_entry(table, f"server.keys_file: {path}: keys[{at}]") for at, table in enumerate(tables)], path)
+        raise ConfigError(f"{path}: expected [[keys]] tables and nothing else")
+    return checked([_entry(table, f"{path}: keys[{at}]") for at, table in enumerate(tables)], path)
 
 
 def checked(entries: list[KeyEntry], where: object) -> list[KeyEntry]:
     """`entries`, where no name and no key stands twice. Raises ConfigError."""
-    for what, values in (("name", [e.name for e in entries]), ("key", [e.hash for e in entries])):
-        if len(set(values)) != len(values):
-            raise ConfigError(f"{where}: a {what} stands there twice")
+    names: set[str] = set()
+    hashes: dict[str, str] = {}
+    for entry in entries:
+        if entry.name in names:
+            raise ConfigError(f"{where}: there is a key called {entry.name!r} already; give another name")
+        if entry.hash in hashes:
+            raise ConfigError(f"{where}: {hashes[entry.hash]!r} and {entry.name!r} are the same key")
+        names.add(entry.name)
+        hashes[entry.hash] = entry.name
     return entries
 
 
@@ -157,73 +148,15 @@ def _entry(table: object, where: str) -> KeyEntry:
     return KeyEntry(name=name, role=Role(role), hash=digest)
 
 
-def make_keys(folder: Path) -> list[Path]:
-    """A key of every role in `folder`, and their hashes in keys.toml, where they are not there yet; the new files.
-
-    `<role>.key` holds the key alone: readable by its owner only, but for `read.key`, which others scrape with. A key
-    whose file is gone is not made anew while keys.toml still has it: who removed it may hold it elsewhere.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        hashes = folder / HASHES_FILE
-        entries = read_keys(hashes) if hashes.exists() else []
-        known = {entry.name for entry in entries}
-        made: list[Path] = []
-        for role in Role:
-            path = folder / f"{role}.key"
-            if role in known:
-                continue
-            key = path.read_text().strip() if path.exists() else new_key()  # a start that was broken off half-way
-            _write(path, key + "\n", 0o644 if role is Role.READ else 0o600)
-            entries.append(KeyEntry(name=role.value, role=role, hash=hash_of(key)))
-            made.append(path)
-        if made:
-            _write(hashes, "\n".join(key_table(entry, "keys") for entry in entries), 0o644)
-            made.append(hashes)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or folder}: {error.strerror or error}") from None
-    return made
+def new_key() -> str:
+    """A key nobody can guess."""
+    return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
-def add_to_file(path: Path, entry: KeyEntry) -> None:
-    """One more key in a file of keys, which is made where it is missing. Raises ConfigError."""
-    entries = read_keys(path) if path.exists() else []
-    _write_entries(path, checked([*entries, entry], path))
+def hash_of(key: str) -> str:
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
-def remove_from_file(path: Path, name: str) -> None:
-    """The key that `make_keys` left beside the file goes with its hash: it would come back otherwise.
-
-    Raises ConfigError where the file has no key of that name.
-    """
-    entries = read_keys(path)
-    left = [entry for entry in entries if entry.name != name]
-    if len(left) == len(entries):
-        names = ", ".join(entry.name for entry in entries) or "none"
-        raise ConfigError(f"{path}: no key is called {name[:64]!a}; there are: {names}")
-    _write_entries(path, left)
-    beside = path.with_name(f"{name}.key")
-    try:
-        if beside.exists() and hash_of(beside.read_text().strip()) not in {entry.hash for entry in left}:
-            beside.unlink()
-    except OSError as error:
-        raise ConfigError(f"{beside}: {error.strerror or error}") from None
-
-
-def _write_entries(path: Path, entries: Sequence[KeyEntry]) -> None:
-    try:
-        _write(path, "\n".join(key_table(entry, "keys") for entry in entries), 0o644)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-def _write(path: Path, text: str, mode: int) -> None:
-    """Whole or not at all, and never readable by more than `mode` allows."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-            os.fchmod(file.fileno(), mode)  # whatever the umask
-            file.write(text)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+def key_table(entry: KeyEntry, table: str = "server.keys") -> str:
+    """The entry as TOML, for the configuration (`[[server.keys]]`) or a file of keys (`[[keys]]`)."""
+    return f'[[{table}]]\nname = "{entry.name}"\nrole = "{entry.role}"\nhash = "{entry.hash}"\n'

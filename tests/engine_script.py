@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -120,7 +121,8 @@ class ScriptedEngine:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0, keepalive_timeout=self.keepalive_s
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        site = web.SockSite(self._runner, self._listener)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -128,6 +130,10 @@ class ScriptedEngine:
         """Die: every connection is cut."""
         runner, self._runner = self._runner, None
         if runner is not None:
+            # Accepting ends some turns before the server does: asyncio fails on a connection it is accepting meanwhile.
+            asyncio.get_running_loop().remove_reader(self._listener)
+            for _ in range(3):
+                await asyncio.sleep(0)
             for connection in list(runner.server.connections if runner.server else ()):
                 if connection.transport is not None:
                     connection.transport.abort()

@@ -36,6 +36,7 @@ OUR_FAULTS = frozenset(
         "commit_raised",
         "effect_raised",
         "engine_check_failed",
+        "every_second_raised",
         "last_commit_failed",
         "reload_raised",
         "request_failed",

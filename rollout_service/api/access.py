@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
+import structlog
+
 from rollout_service.errors import BadRequest, Forbidden, Unauthorized
 from rollout_service.keys import MAX_KEY_CHARACTERS, KeyEntry, Keys, Role
-from rollout_service.settings.server import is_loopback
+from rollout_service.settings.server import HOST_NAME, is_loopback
 
 EVERYBODY = None
 """Needs no key: what probes, browsers and tools ask for before they can have one. Holds nothing of the run."""
@@ -21,12 +23,14 @@ LOOKING = frozenset({Role.ADMIN, Role.TRAINER, Role.READ})
 TRAINING = frozenset({Role.ADMIN, Role.TRAINER})
 SUBMITTING = frozenset({Role.ADMIN, Role.TRAINER, Role.SUBMIT})
 OPERATING = frozenset({Role.ADMIN})
+ANY_KEY = frozenset(Role)
+"""Of a path that is no route: whoever has a key is told so."""
 
 ACCESS: Mapping[str, frozenset[Role] | None] = {
     "GET /": EVERYBODY,
     "GET /page/{name}": EVERYBODY,
     "GET /livez": EVERYBODY,
-    "GET /readyz": EVERYBODY,  # without a key: that it is not ready, and not why
+    "GET /readyz": EVERYBODY,  # without a key that may look: no details
     "GET /openapi.json": EVERYBODY,
     "HEAD /openapi.json": EVERYBODY,
     "GET /status": LOOKING,
@@ -56,10 +60,15 @@ ACCESS: Mapping[str, frozenset[Role] | None] = {
 }
 """Method and template of every route → the roles that may call it."""
 
+WATCHED = frozenset({"POST /rewind", "DELETE /checkpoints/{name}"})
+"""Beside what operators do, calls that somebody may ask about later: who was it?"""
+
 BROWSERS_SEND = frozenset({b"origin", b"referer", b"accept-language", b"sec-fetch-site"})
 """A page cannot keep its browser from sending all of these; curl and HTTP libraries send none."""
 
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,64}\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,253}))(?::([0-9]{1,5}))?", re.ASCII)
+log = structlog.get_logger(__name__)
+
+_HOST = re.compile(rf"({HOST_NAME.pattern})(?::([0-9]{{1,5}}))?", re.ASCII)
 
 
 def undecided(routes: Iterable[str]) -> list[str]:
@@ -81,6 +90,10 @@ class Access:
         """Whether calls need a key."""
         return self._keys.required
 
+    def knows(self, caller: KeyEntry | None) -> bool:
+        """Whether who was let in once would be let in now."""
+        return not self._keys.required if caller is None else caller in self._keys.ring.entries
+
     def decide(self, route: str, headers: Iterable[tuple[bytes, bytes]]) -> KeyEntry | None:
         """Whose key it is; None where the call needs none. `route`: method and template, "" where there is no route.
 
@@ -97,7 +110,7 @@ class Access:
             if from_browser:
                 self._check_browser(host, found[b"origin"])
             return None
-        allowed = ACCESS.get(route, OPERATING)
+        allowed = ACCESS[route] if route else ANY_KEY
         entry = self._key(found[b"authorization"])
         if allowed is EVERYBODY:
             return entry
@@ -105,9 +118,11 @@ class Access:
             if found[b"authorization"]:
                 raise Unauthorized("the API key is not known here; expected Authorization: Bearer rsk_…")
             raise Unauthorized("this call needs an API key: Authorization: Bearer rsk_…")
-        if route and entry.role not in allowed:
+        if entry.role not in allowed:
             needed = " or ".join(sorted(allowed))
             raise Forbidden(f"a key of role {entry.role} may not call {route}; it takes one of role {needed}")
+        if allowed is OPERATING or route in WATCHED:
+            log.info("operator_call", route=route, caller=entry.name)
         return entry
 
     def _key(self, given: list[str]) -> KeyEntry | None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import Query
+from fastapi import Query, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from rollout_service import __version__
 from rollout_service.api.context import Context, Ctx
+from rollout_service.api.guard import CALLER
 from rollout_service.api.live_schemas import (
     EventsQuery,
     FlowAnswer,
@@ -27,9 +29,9 @@ from rollout_service.api.live_schemas import (
 from rollout_service.api.problems import declared
 from rollout_service.api.routing import router
 from rollout_service.api.status import status_answer
-from rollout_service.api.viewers import LOOK_S, MAX_VIEWERS
+from rollout_service.api.viewers import LOOK_S
 from rollout_service.api.wire import timestamp
-from rollout_service.errors import QueueFull
+from rollout_service.keys import KeyEntry
 from rollout_service.observers import History
 
 IDLE_S = 1.0
@@ -53,31 +55,44 @@ async def get_live(ctx: Ctx) -> LiveViewAnswer:
             "content": {
                 NDJSON: {"schema": {"type": "string", "description": "A LiveViewAnswer a line, each complete."}}
             },
-            "description": "Lines until the service stops, or `limit` of them",
+            "description": "Lines until the service stops, the key is revoked, or `limit` of them",
         },
         **declared(422, 429, 503),
     },
 )
-async def get_events(ctx: Ctx, query: Annotated[EventsQuery, Query()]) -> Response:
-    """The live view as a stream: at once, then as things happen, at most four lines a second and at least one."""
-    if ctx.viewers.count >= MAX_VIEWERS:
-        raise QueueFull(f"{MAX_VIEWERS} viewers are there already", retry_after_s=5)
-    return StreamingResponse(_lines(ctx, query.limit), media_type=NDJSON, headers={"cache-control": "no-store"})
+async def get_events(ctx: Ctx, request: Request, query: Annotated[EventsQuery, Query()]) -> Response:
+    """The live view as a stream: at once, then as things happen, at most four lines a second and at least one. It ends
+    when the service stops, and when the caller's key is revoked."""
+    return LinesResponse(ctx, request.scope.get(CALLER), query.limit)
 
 
-async def _lines(ctx: Context, limit: int | None) -> AsyncIterator[bytes]:
-    async with ctx.viewers.watching():
-        sent = 0
-        while not ctx.viewers.closed:
-            serial = ctx.history.serial
-            yield ctx.viewers.line(lambda: _encoded(ctx))
-            sent += 1
-            if sent == limit:
-                return
-            waited = 0.0
-            while waited < IDLE_S and not ctx.viewers.closed and (waited == 0.0 or ctx.history.serial == serial):
-                await ctx.viewers.pause(LOOK_S)
-                waited += LOOK_S
+class LinesResponse(StreamingResponse):
+    """Holds a viewer's place from its making to its end, whatever ends it."""
+
+    def __init__(self, ctx: Context, caller: KeyEntry | None, limit: int | None) -> None:
+        self._ctx = ctx
+        ctx.viewers.enter()
+        super().__init__(_lines(ctx, caller, limit), media_type=NDJSON, headers={"cache-control": "no-store"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ctx.viewers.leave()
+
+
+async def _lines(ctx: Context, caller: KeyEntry | None, limit: int | None) -> AsyncIterator[bytes]:
+    sent = 0
+    while not ctx.viewers.closed and ctx.access.knows(caller):
+        serial, line = ctx.viewers.line(ctx.history.serial, lambda: _encoded(ctx))
+        yield line
+        sent += 1
+        if sent == limit:
+            return
+        waited = 0.0
+        while waited < IDLE_S and not ctx.viewers.closed and (waited == 0.0 or ctx.history.serial == serial):
+            await ctx.viewers.pause(LOOK_S)
+            waited += LOOK_S
 
 
 def _encoded(ctx: Context) -> bytes:
@@ -101,15 +116,7 @@ def live_view(ctx: Context) -> LiveViewAnswer:
         staleness=[StalenessAnswer(staleness=s, groups=n) for s, n in sorted(history.staleness.items())],
         rewards=[RewardAnswer(policy_version=v, groups=n, mean=mean) for v, n, mean in history.rewards()],
         recent=[
-            RecentAnswer.model_validate(
-                {
-                    "at": timestamp(one.at),
-                    "kind": one.kind,
-                    "group_id": one.group_id,
-                    "engine": one.engine,
-                    "text": one.text,
-                }
-            )
+            RecentAnswer(at=timestamp(one.at), kind=one.kind, group_id=one.group_id, engine=one.engine, text=one.text)
             for one in reversed(history.recent)
         ],
     )

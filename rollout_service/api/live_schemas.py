@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from rollout_service.api.schemas import Answer, StatusAnswer, decimal
 from rollout_service.core.model import GroupState
+from rollout_service.observers import RecentKind
 from rollout_service.settings.tables import MAX_GROUP_SIZE
 
 RowNumber = Annotated[int, Field(strict=True, ge=0, lt=MAX_GROUP_SIZE)]
@@ -80,17 +81,7 @@ class RewardAnswer(Answer):
 
 class RecentAnswer(Answer):
     at: str
-    kind: Literal[
-        "halted",
-        "group_failed",
-        "group_dropped",
-        "group_stale",
-        "rollout_failed",
-        "engine_down",
-        "engine_up",
-        "version",
-        "store",
-    ]
+    kind: RecentKind
     group_id: str | None
     engine: str | None
     text: str

@@ -1,10 +1,15 @@
-"""Who watches the live view, and the line they share."""
+"""Who watches the live view, and the line they share.
+
+What always holds: there are never more than MAX_VIEWERS, and a viewer that has left has given its place back.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+
+from rollout_service.errors import TooManyViewers
 
 LOOK_S = 0.25
 """As often as a person can follow."""
@@ -18,6 +23,7 @@ class Viewers:
         self.count = 0
         self._end = asyncio.Event()
         self._line = b""
+        self._serial = -1
         self._made_at = float("-inf")
 
     @property
@@ -28,23 +34,24 @@ class Viewers:
         """Every stream ends."""
         self._end.set()
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    def enter(self) -> None:
+        """Take a place; `leave` gives it back. Raises TooManyViewers."""
+        if self.count >= MAX_VIEWERS:
+            raise TooManyViewers(f"{MAX_VIEWERS} viewers are there already", retry_after_s=5)
         self.count += 1
-        try:
-            yield
-        finally:
-            self.count -= 1
+
+    def leave(self) -> None:
+        self.count -= 1
 
     async def pause(self, seconds: float) -> None:
         """Sleep, or less where all is over."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._end.wait(), seconds)
 
-    def line(self, make: Callable[[], bytes]) -> bytes:
-        """What `make` gives; a line made a moment ago serves several viewers."""
+    def line(self, serial: int, make: Callable[[], bytes]) -> tuple[int, bytes]:
+        """A line, and the serial it was made at; one made a moment ago serves several viewers."""
         now = asyncio.get_running_loop().time()
         if now - self._made_at >= LOOK_S / 2:
-            self._line = make()
+            self._line, self._serial = make(), serial
             self._made_at = now
-        return self._line
+        return self._serial, self._line

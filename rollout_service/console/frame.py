@@ -45,7 +45,7 @@ STATE_STYLES = {
     "generating": "cyan", "scoring": "blue", "ready": "green", "leased": "magenta",
     "acked": "green", "stale": "yellow", "dropped": "yellow", "failed": "red",
 }  # fmt: skip
-BAD_EVENTS = frozenset({"halted", "group_failed", "engine_down", "store"})
+BAD_EVENTS = frozenset({"halted", "group_failed", "engine_down", "store_down"})
 DIM = "bright_black"
 
 
@@ -61,7 +61,7 @@ class Link:
 CONNECTED = Link()
 
 
-def frame(live: Live, *, url: str, link: Link = Link(), width: int = 100, recent: int = 50) -> RenderableType:
+def frame(live: Live, *, url: str, link: Link = CONNECTED, width: int = 100, recent: int = 50) -> RenderableType:
     """`width`: columns there are. `recent`: most events shown."""
     status = live.status
     parts: list[RenderableType] = [_header(live, url, width)]

@@ -99,7 +99,7 @@ def _checked(text: str, where: str) -> str:
 
 
 class Service:
-    """One service. `get` and `shape` block; `live` and `events` are for the event loop."""
+    """One service. `get` and `shape` block; `read` and `events` are for the event loop."""
 
     def __init__(self, to: Target) -> None:
         self.url = to.url
@@ -194,6 +194,8 @@ class Service:
             return ServiceProblem(
                 f"{where}: answered {status}, a redirect, which is not followed; give the final --url"
             )
+        if status == 404 and not detail.strip(": "):
+            return ServiceProblem(f"{where}: there is no such thing (404); is --url that of a rollout-service?")
         passing = status in (408, 429) or status >= 500
         return ServiceProblem(f"{where}: answered {status}{detail}", passing=passing)
 

@@ -57,7 +57,7 @@ def engines_table(engines: tuple[Engine, ...]) -> RenderableType:
 def groups_table(page: GroupPage) -> RenderableType:
     """One row a group, in order of submission."""
     if not page.groups:
-        return Text("no such group")
+        return Text("no groups")
     table = _table("group", "state", "prompt", "attempt", "version", "staleness", "age", "since", "error", whole=2)
     for row in page.groups:
         table.add_row(

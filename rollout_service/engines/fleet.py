@@ -221,8 +221,8 @@ class Fleet:
     async def token_texts(self, ids: Collection[int]) -> Mapping[int, str]:
         """Id → text, as far as an engine can tell; for people, so nobody's work waits for it."""
         able = [member for member in self._members if member.usable and member.detokenizes]
-        engine = min(able, key=lambda each: each.in_flight).engine if able else None
-        return await self._token_texts.of(ids, engine)
+        member = min(able, key=lambda each: each.in_flight, default=None)
+        return await self._token_texts.of(ids, None if member is None else member.engine)
 
     # -- slots
 

@@ -1,7 +1,7 @@
 """What the run has been doing, for people who look: the page, `top`, scripts.
 
 What always holds: memory is bounded whatever the run does; everything here is of this process and starts anew with it;
-`serial` rises with everything that happens.
+`serial` rises with whatever a viewer should see soon.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import chain
 from operator import itemgetter
 
@@ -18,20 +19,40 @@ from rollout_service.core.lifecycle import EventKind
 from rollout_service.core.model import FailedRollout, FinishedRollout, GroupState
 from rollout_service.observers.fanout import Quiet
 
-KEPT: Mapping[str, int] = {"state": 15, "error": 20, "version": 15}
-"""Of each class of what happened, the newest so many: a version that outdates a hundred groups must not push out the
-one error that a person looks for."""
-CLASS = {
-    "halted": "state",
-    "engine_down": "state",
-    "engine_up": "state",
-    "store": "state",
-    "group_failed": "error",
-    "group_dropped": "error",
-    "rollout_failed": "error",
-    "group_stale": "version",
-    "version": "version",
+
+class RecentKind(StrEnum):
+    """What happened."""
+
+    HALTED = "halted"
+    """Dispatch halted."""
+    ENGINE_DOWN = "engine_down"
+    """An engine gets no work any more."""
+    ENGINE_UP = "engine_up"
+    """An engine gets work again."""
+    STORE_DOWN = "store_down"
+    """The store cannot commit."""
+    STORE_UP = "store_up"
+    """The store commits again."""
+    GROUP_FAILED = "group_failed"
+    """Every rollout of a group failed."""
+    GROUP_DROPPED = "group_dropped"
+    """A group was left out."""
+    ROLLOUT_FAILED = "rollout_failed"
+    """One rollout failed for good."""
+    GROUP_STALE = "group_stale"
+    """A group lost work to a version."""
+    VERSION = "version"
+    """The policy version is another one."""
+
+
+K = RecentKind
+KEPT: Mapping[frozenset[RecentKind], int] = {
+    frozenset({K.HALTED, K.ENGINE_DOWN, K.ENGINE_UP, K.STORE_DOWN, K.STORE_UP}): 15,
+    frozenset({K.GROUP_FAILED, K.GROUP_DROPPED, K.ROLLOUT_FAILED}): 20,
+    frozenset({K.GROUP_STALE, K.VERSION}): 15,
 }
+"""Of each class of what happens, the newest so many: a version that outdates a hundred groups must not push out the one
+error that a person looks for."""
 RECENT = sum(KEPT.values())
 VERSIONS = 240
 """Points of the reward curve: more than a screen shows side by side."""
@@ -48,8 +69,7 @@ class Recent:
 
     at: float
     """Unix seconds."""
-    kind: str
-    """halted, group_failed, group_dropped, group_stale, rollout_failed, engine_down, engine_up, version, store."""
+    kind: RecentKind
     text: str
     group_id: str | None = None
     engine: str | None = None
@@ -81,10 +101,11 @@ class History(Quiet):
         self.wasted: Counter[str] = Counter()
         self.flow: Counter[tuple[GroupState, GroupState]] = Counter()
         self.staleness: Counter[int] = Counter()
-        self._recent: Mapping[str, deque[tuple[int, Recent]]] = {
-            name: deque(maxlen=most) for name, most in KEPT.items()
-        }
-        """By class, oldest first, each with the serial at which it happened."""
+        self._recent: dict[RecentKind, deque[tuple[int, Recent]]] = {}
+        """Those of each kind, oldest first, with the serial at which they happened; the kinds of a class share one."""
+        for kinds, most in KEPT.items():
+            kept: deque[tuple[int, Recent]] = deque(maxlen=most)
+            self._recent |= {kind: kept for kind in kinds}
         self._rewards: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self._marks: deque[tuple[float, int, int, int]] = deque()
         self._healthy: dict[str, bool] = {}
@@ -99,7 +120,8 @@ class History(Quiet):
     @property
     def recent(self) -> list[Recent]:
         """Oldest first, RECENT at most."""
-        return [one for _, one in sorted(chain(*self._recent.values()), key=itemgetter(0))]
+        classes = {id(kept): kept for kept in self._recent.values()}.values()
+        return [one for _, one in sorted(chain(*classes), key=itemgetter(0))]
 
     def rates(self) -> Rates | None:
         """None before there is a window to look back over."""
@@ -124,9 +146,9 @@ class History(Quiet):
             if was is not (error is None):
                 self._healthy[url] = error is None
                 if error is not None:
-                    self._say("engine_down", f"gets no work: {error}", engine=url)
+                    self._say(K.ENGINE_DOWN, f"gets no work: {error}", engine=url)
                 elif was is not None:
-                    self._say("engine_up", "is healthy again", engine=url)
+                    self._say(K.ENGINE_UP, "is healthy again", engine=url)
         for url in self._healthy.keys() - engines.keys():
             del self._healthy[url]
 
@@ -142,14 +164,14 @@ class History(Quiet):
         elif moved.kind is EventKind.OUTDATED:
             self.stale += 1
             went = "" if after.state.terminal else "; what was not sent goes on as another attempt"
-            self._say("group_stale", f"{after.error or 'too old'}{went}", group_id=after.group_id)
+            self._say(K.GROUP_STALE, f"{after.error or 'too old'}{went}", group_id=after.group_id)
         if after.state is GroupState.DROPPED and after.reason is not None:
             self.dropped[after.reason.value] += 1
             words = f"{after.reason.value}: {after.error}" if after.error else after.reason.value
-            self._say("group_dropped", words, group_id=after.group_id, engine=after.engine)
+            self._say(K.GROUP_DROPPED, words, group_id=after.group_id, engine=after.engine)
         elif after.state is GroupState.FAILED:
             self.failed_groups += 1
-            self._say("group_failed", after.error or "", group_id=after.group_id, engine=after.engine)
+            self._say(K.GROUP_FAILED, after.error or "", group_id=after.group_id, engine=after.engine)
 
     def rollout_settled(self, outcome: FinishedRollout | FailedRollout, seconds: float, *, group_id: str) -> None:
         self.serial += 1
@@ -162,7 +184,7 @@ class History(Quiet):
         if outcome.wasted_tokens:
             self.wasted["failed"] += outcome.wasted_tokens
         text = f"{outcome.reason.value}: {outcome.error}"
-        self._say("rollout_failed", text, group_id=group_id, engine=outcome.engine)
+        self._say(K.ROLLOUT_FAILED, text, group_id=group_id, engine=outcome.engine)
 
     def rollouts_aborted(self, count: int) -> None:
         self.aborts += count
@@ -188,23 +210,23 @@ class History(Quiet):
         text = f"policy version {bumped.previous} → {bumped.version}"
         if bumped.stale_groups or bumped.aborted_rollouts:
             text += f": {bumped.stale_groups} groups went stale, {bumped.aborted_rollouts} rollouts aborted"
-        self._say("version", text)
+        self._say(K.VERSION, text)
 
     def halted(self, halt: Halt) -> None:
         self.halts += 1
-        self._say("halted", f"{halt.reason}: {halt.error}", group_id=halt.group_id, engine=halt.engine)
+        self._say(K.HALTED, f"{halt.reason}: {halt.error}", group_id=halt.group_id, engine=halt.engine)
 
     def commit_failed(self, error: str) -> None:
         self._store_failed = True
-        self._say("store", f"cannot commit: {error}")
+        self._say(K.STORE_DOWN, f"cannot commit: {error}")
 
     def committed(self, seconds: float) -> None:
         if self._store_failed:
             self._store_failed = False
-            self._say("store", "commits again")
+            self._say(K.STORE_UP, "commits again")
 
-    def _say(self, kind: str, text: str, *, group_id: str | None = None, engine: str | None = None) -> None:
+    def _say(self, kind: RecentKind, text: str, *, group_id: str | None = None, engine: str | None = None) -> None:
         self.serial += 1
         words = text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}…"
         said = Recent(at=self._clock(), kind=kind, text=words, group_id=group_id, engine=engine)
-        self._recent[CLASS[kind]].append((self.serial, said))
+        self._recent[kind].append((self.serial, said))

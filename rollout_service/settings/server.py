@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from ipaddress import ip_address
 
@@ -12,6 +13,10 @@ from rollout_service.settings.tables import Table
 
 Found = tuple[tuple[str | int, ...], str]
 """A problem: the field's path, and what is wrong with it."""
+
+
+HOST_NAME = re.compile(r"\[[0-9A-Fa-f:.]{2,64}\]|[A-Za-z0-9_][A-Za-z0-9_.-]{0,253}", re.ASCII)
+"""The name in a Host header, without its port."""
 
 
 class KeySettings(Table):
@@ -70,8 +75,8 @@ class ServerSettings(Table):
     @classmethod
     def _names(cls, value: list[str]) -> list[str]:
         for name in value:
-            if not name or not name.isascii() or not name.isprintable() or set(name) & set(" /@"):
-                raise ValueError("host names without scheme and port are expected")
+            if not HOST_NAME.fullmatch(name):
+                raise ValueError("names or addresses without scheme and port are expected; IPv6 stands in brackets")
         return [name.lower() for name in value]
 
 

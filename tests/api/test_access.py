@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 from starlette.routing import Route
+from structlog.testing import capture_logs
 
 from rollout_service.api.access import ACCESS, EVERYBODY, undecided
 from rollout_service.core.changes import Halt
 from rollout_service.errors import ConfigError
-from rollout_service.keys import KeyEntry, Keys, Role, hash_of, key_table, new_key
+from rollout_service.keys import KeyEntry, KeyRing, Keys, Role, hash_of, key_table, new_key
 from tests.api.conftest import Service
 
 SECRET = {role: new_key() for role in Role}
@@ -199,7 +200,7 @@ async def test_a_refused_call_is_counted_by_its_route_and_its_body_is_never_read
         assert await service.counter('rollout_http_requests_total{route="POST /prompts",status="4xx"}') == 1
 
 
-async def test_an_open_probe_tells_strangers_that_it_is_not_ready_and_not_why():
+async def test_an_open_probe_tells_strangers_that_it_is_not_ready_without_details():
     async with locked().in_process() as service:
         service.fleet.capacity = 0
         assert (await call(service, "GET", "/readyz")).json()["reasons"] == ["no engine is healthy"]
@@ -212,6 +213,29 @@ async def test_an_open_probe_tells_strangers_that_it_is_not_ready_and_not_why():
         assert (await call(service, "GET", "/readyz", **bearer(Role.SUBMIT))).json()["reasons"][0] == "halted"
         known = await call(service, "GET", "/readyz", **bearer(Role.READ))
         assert "secret-engine" in known.text
+
+
+async def test_the_stream_ends_when_its_key_is_revoked():
+    keys = Keys(ENTRIES)
+    async with Service(keys=keys).running() as service, asyncio.timeout(20):
+        async with service.http.stream("GET", "/events", headers=bearer(Role.READ)) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            keys.ring = KeyRing([entry for entry in ENTRIES if entry.role is not Role.READ])
+            async for _ in lines:
+                pass
+        assert service.viewers.count == 0
+
+
+async def test_who_did_what_an_operator_does_is_in_the_log_and_no_key():
+    with capture_logs() as logs:
+        async with locked().in_process() as service:
+            await call(service, "POST", "/pause", **bearer(Role.ADMIN))
+            await call(service, "POST", "/pause", **bearer(Role.READ))
+            await call(service, "GET", "/status", **bearer(Role.READ))
+    calls = [line for line in logs if line["event"] == "operator_call"]
+    assert [(line["route"], line["caller"]) for line in calls] == [("POST /pause", "admin")]
+    assert not [key for key in SECRET.values() if key in repr(logs)]
 
 
 # without keys

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -141,11 +143,25 @@ async def test_viewers_are_bounded_and_leave_when_they_hang_up(live: Service):
     assert live.viewers.count == 1
     await stream.aclose()
     await until(lambda: live.viewers.count == 0)
-    live.viewers.count = MAX_VIEWERS
-    answer = await live.http.get("/events")
-    assert answer.status_code == 429
-    assert answer.headers["retry-after"] == "5"
-    live.viewers.count = 0
+    async with AsyncExitStack() as stack:
+        limits = httpx.Limits(max_connections=None)
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=live.http.base_url, limits=limits))
+        calls = [http.send(http.build_request("GET", "/events"), stream=True) for _ in range(MAX_VIEWERS + 20)]
+        answers = await asyncio.gather(*calls)
+        for answer in answers:
+            stack.push_async_callback(answer.aclose)
+        statuses = Counter(answer.status_code for answer in answers)
+        assert statuses == {200: MAX_VIEWERS, 429: 20}
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.headers["retry-after"] == "5"
+        assert b"too-many-viewers" in await refused.aread()
+    await until(lambda: live.viewers.count == 0)
+
+
+async def test_a_line_made_before_a_change_is_followed_by_one_with_it(service: Service):
+    made = service.viewers.line(service.history.serial, lambda: b"old")
+    service.history.serial += 1
+    assert service.viewers.line(service.history.serial, lambda: b"new") == made == (service.history.serial - 1, b"old")
 
 
 async def test_viewers_share_one_line(live: Service):

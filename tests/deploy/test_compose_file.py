@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from rollout_service.api.access import ACCESS, EVERYBODY
-from rollout_service.keys import Role, make_keys
+from rollout_service.key_files import make_keys
+from rollout_service.keys import Role
 from rollout_service.server import LAST_RESORT_S
 from rollout_service.settings import Settings, load_settings
 

@@ -181,7 +181,7 @@ class TestStream:
     async def test_lines_may_be_cut_anywhere(self, page: Page, backend: Backend) -> None:
         event = {
             "at": backend.view["at"],
-            "kind": "store",
+            "kind": "store_down",
             "group_id": None,
             "engine": None,
             "text": "voilà 数学 🜂" * 9,
@@ -207,7 +207,7 @@ class TestStream:
         assert await page.run("getComputedStyle(document.getElementById('view')).opacity") == "1"
 
     async def test_updates_leave_the_page_as_large_as_it_was(self, page: Page, backend: Backend) -> None:
-        recent = {"at": backend.view["at"], "kind": "store", "group_id": None, "engine": None, "text": "0"}
+        recent = {"at": backend.view["at"], "kind": "store_down", "group_id": None, "engine": None, "text": "0"}
         await backend.push(recent=[recent | {"text": str(i)} for i in range(50)])
         await page.open(backend.url)
         await page.wait("document.querySelectorAll('.recent-list li').length === 50")

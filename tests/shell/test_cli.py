@@ -230,7 +230,7 @@ def test_a_key_is_shown_once_with_its_table_and_kept_nowhere(tmp_path: Path):
     for name in ("one", "two"):
         key = run("key", "create", "--role", "read", "--name", name, "--file", str(file)).stdout.strip()
         assert hash_of(key) in file.read_text()
-    assert "a name stands there twice" in refused(
+    assert "there is a key called 'one' already" in refused(
         run("key", "create", "--role", "read", "--name", "one", "--file", str(file))
     )
     assert run("key", "revoke", "one", "--file", str(file)).returncode == 0

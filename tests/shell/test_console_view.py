@@ -280,4 +280,4 @@ def test_a_list_of_groups_says_how_to_go_on():
     assert "dropped (unscorable)" in page
     assert "no reward scored it" in page
     assert "more: --after g-2" in page
-    assert "no such group" in shown(tables.groups_table(parsed(GroupPage, {"groups": [], "next": None})))
+    assert "no groups" in shown(tables.groups_table(parsed(GroupPage, {"groups": [], "next": None})))

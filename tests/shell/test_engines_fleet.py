@@ -361,15 +361,15 @@ async def test_an_engine_that_dies_and_comes_back_costs_no_attempt_and_is_used_a
 
 async def test_a_prompt_that_brings_down_every_engine_it_meets_does_not_go_round_for_ever() -> None:
     async with ScriptedEngine() as engine, fleet_of(engine, max_attempts=1, probe_interval_s=0.02) as fleet:
-        crashed = [False]
+        up_again = 0.0
 
         def crash(asked: Asked) -> Reply:
-            crashed[0] = True
+            nonlocal up_again
+            up_again = time.monotonic() + 0.1  # long enough for the probe that follows a broken connection
             return Reply(cut=True)
 
         def health() -> int:
-            was, crashed[0] = crashed[0], False
-            return 503 if was else 200
+            return 503 if time.monotonic() < up_again else 200
 
         engine.script, engine.health = crash, health
         failed = await failure(fleet)

@@ -11,7 +11,7 @@ from rollout_service.core.model import GroupState
 from rollout_service.metrics import Metrics
 from rollout_service.observers import History, Observers, OutcomeLog
 from rollout_service.observers.fanout import Quiet
-from rollout_service.observers.history import KEPT, MAX_WORDS, VERSIONS, WINDOW_S
+from rollout_service.observers.history import MAX_WORDS, VERSIONS, WINDOW_S
 from rollout_service.orchestrator.parts import Observer
 from tests.fakes import Clock, Recorder, failed, finished
 
@@ -64,7 +64,7 @@ def test_memory_is_bounded_whatever_the_run_does():
         history.group_moved(acked)
         log.group_moved(acked)
         history.tick({"http://e": None})
-    assert len(history.recent) == KEPT["error"] + KEPT["version"]
+    assert len(history.recent) == 20 + 15
     assert all(len(one.text) <= MAX_WORDS + 1 for one in history.recent)
     assert len(history.rewards()) == VERSIONS
     assert history.rewards()[-1] == (2999, 1, 0.5)
@@ -79,7 +79,7 @@ def test_a_flood_of_one_kind_pushes_nothing_of_another_out():
     for version in range(100):
         history.version_posted(Bumped(version=version + 1, previous=version, stale_groups=9, aborted_rollouts=0))
     kinds = [one.kind for one in history.recent]
-    assert kinds == ["engine_down", "rollout_failed"] + ["version"] * KEPT["version"]
+    assert kinds == ["engine_down", "rollout_failed"] + ["version"] * 15
 
 
 def test_rates_are_over_the_last_half_minute():
@@ -119,6 +119,6 @@ def test_a_store_that_fails_and_commits_again_is_told():
     history.committed(0.1)
     history.committed(0.1)
     assert [(one.kind, one.text) for one in history.recent] == [
-        ("store", "cannot commit: disk full"),
-        ("store", "commits again"),
+        ("store_down", "cannot commit: disk full"),
+        ("store_up", "commits again"),
     ]

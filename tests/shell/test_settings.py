@@ -522,7 +522,10 @@ def test_two_keys_of_one_name_or_one_hash_are_refused(refusal):
 
 def test_names_a_service_may_be_called_by_are_host_names(load, refusal):
     assert load(LEAST + '[server]\nallowed_hosts = ["Rollout.example"]\n').server.allowed_hosts == ["rollout.example"]
-    assert "server.allowed_hosts" in refusal(LEAST + '[server]\nallowed_hosts = ["http://rollout.example"]\n')
+    for never in ("http://rollout.example", "a:80", "*", "fd00::1", "", "a b", "user@a", ".a"):
+        assert "server.allowed_hosts" in refusal(LEAST + f'[server]\nallowed_hosts = ["{never}"]\n'), never
+    for good in ("rollout.example", "10.0.0.1", "[fd00::1]"):
+        assert load(LEAST + f'[server]\nallowed_hosts = ["{good}"]\n').server.allowed_hosts == [good]
 
 
 @pytest.mark.parametrize("path", ["ckpt", "", "/", "//", "/ckpt/../etc", "/ck\\u0000pt", "s3://bucket/ckpt"])

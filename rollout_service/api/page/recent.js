@@ -7,14 +7,15 @@ import { clock, host, words } from "./format.js";
 import { panel } from "./panel.js";
 
 /** Of the recent events, what is no trouble: shown on demand, so that versions do not push errors off the page. */
-const QUIET = new Set(["version", "engine_up"]);
+const QUIET = new Set(["version", "engine_up", "store_up"]);
 const KINDS = {
   halted: ["✕", "bad"],
   group_failed: ["✕", "bad"],
   rollout_failed: ["✕", "bad"],
   engine_down: ["▼", "bad"],
   engine_up: ["▲", "good"],
-  store: ["▪", "warn"],
+  store_down: ["▪", "bad"],
+  store_up: ["▪", "good"],
   group_dropped: ["⊘", "warn"],
   group_stale: ["◷", "warn"],
   version: ["↑", "idle"],

@@ -1,0 +1,57 @@
+"""All tests, in two pytest processes side by side: most wait for a process or a clock, and two cores are idle then.
+
+What always holds: each test file is in exactly one shard (the second takes whatever the first does not name); each
+shard's output is printed whole, one after the other; the exit status is 0 only where both passed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+FIRST = ("e2e", "monitoring", "page", "simulation", "core")
+"""About half of the time: whatever runs a real vLLM server stays in one process, so that no two of them run at once."""
+NO_TESTS = 5
+"""pytest's exit status where `-k` or `-m` left nothing of a shard."""
+
+
+def shards(folder: Path = TESTS) -> tuple[list[str], list[str]]:
+    """Paths of both shards, relative to the repository."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("test_*.py")))
+    first = [f"{folder.name}/{name}" for name in names if name in FIRST]
+    second = [f"{folder.name}/{name}" for name in names if name not in FIRST]
+    return first, second
+
+
+def main(arguments: list[str]) -> int:
+    """`arguments` go to both."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rollout-tests-") as folder:
+        running = []
+        for number, paths in enumerate(shards()):
+            log = Path(folder) / f"shard-{number}.log"
+            command = [sys.executable, "-m", "pytest", *paths, *arguments]
+            with log.open("wb") as file:
+                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=TESTS.parent)
+            running.append((paths, log, process))
+        try:
+            codes = [process.wait() for _, _, process in running]
+        except KeyboardInterrupt:
+            codes = [process.wait() for _, _, process in running]  # they got the signal, too, and say so
+        for paths, log, _ in running:
+            sys.stdout.write(f"=== {' '.join(paths)}\n")
+            sys.stdout.flush()
+            sys.stdout.buffer.write(log.read_bytes())
+            sys.stdout.flush()
+    sys.stdout.write(f"=== both shards: {time.monotonic() - started:.0f} s\n")
+    return max(0 if code == NO_TESTS and arguments else code for code in codes) or 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main(sys.argv[1:]))
