@@ -28,7 +28,9 @@ def open_tracing(endpoint: str, sample_ratio: float) -> Tracing | None:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise
-        raise ConfigError("tracing.endpoint needs OpenTelemetry: pip install '.[otel]' in a checkout, or SERVICE_EXTRAS=otel for the image") from None
+        raise ConfigError(
+            "tracing.endpoint needs OpenTelemetry: pip install '.[otel]' in a checkout, or SERVICE_EXTRAS=otel for the image"
+        ) from None
     return Tracing(*open_export(endpoint, sample_ratio))
 
 

@@ -155,7 +155,7 @@ def test_keys_lie_where_the_service_and_prometheus_look(settings: Settings, tmp_
     """`key init` with the folder of the compose file makes what the others name."""
     command = SERVICES["keys"]["command"]
     assert command == ["key", "init", "/keys"]
-    made = {f"/keys/{path.name}" for path in make_keys(tmp_path)}
+    made = {f"/keys/{path.name}" for path in make_keys(tmp_path)[0]}
     assert settings.server.keys_file in made
     prometheus = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in prometheus["scrape_configs"]}
