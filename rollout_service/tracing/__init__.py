@@ -29,7 +29,7 @@ def open_tracing(endpoint: str, sample_ratio: float) -> Tracing | None:
         if not (error.name or "").startswith("opentelemetry"):
             raise
         raise ConfigError(
-            "tracing.endpoint needs OpenTelemetry: pip install '.[otel]' in a checkout, or SERVICE_EXTRAS=otel for the image"
+            "tracing.endpoint needs OpenTelemetry: pip install '.[otel]' in a checkout, or SERVICE_EXTRAS=otel (image)"
         ) from None
     return Tracing(*open_export(endpoint, sample_ratio))
 
