@@ -4,7 +4,8 @@
     ├── ConfigError            the configuration or what it names is wrong; refused at start, exit 2
     ├── BadRequest             400  the body is not what HTTP or JSON allow
     │   ├── InvalidField       422  well-formed, but a field has no legal value
-    │   └── BodyTooLarge       413
+    │   ├── BodyTooLarge       413
+    │   └── BodyTooSlow        408  the body did not come in time
     ├── Unauthorized           401  no key, or one that is unknown
     ├── Forbidden              403  the key's role does not allow the call, or a browser made it for another page
     ├── PathNotAllowed         403  a path outside weights.allowed_paths
@@ -71,6 +72,14 @@ class BodyTooLarge(BadRequest):
     type = "body-too-large"
     title = "Body too large"
     status = 413
+
+
+class BodyTooSlow(BadRequest):
+    """The request body did not come in time."""
+
+    type = "body-too-slow"
+    title = "Body too slow"
+    status = 408
 
 
 class Unauthorized(RolloutServiceError):

@@ -33,7 +33,7 @@ def make_keys(folder: Path) -> tuple[list[Path], list[Path]]:
     that are missing: a key whose file is gone is not made anew while keys.toml still has its hash, for who removed it
     may hold it elsewhere. Raises ConfigError.
     """
-    hashes = folder / HASHES_FILE
+    hashes = (folder / HASHES_FILE).resolve()
     with _changing(hashes):
         entries = read_keys(hashes) if hashes.exists() else []
         known = {entry.name for entry in entries}
@@ -51,6 +51,7 @@ def make_keys(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def add_to_file(path: Path, entry: KeyEntry) -> None:
     """One more key in a file of keys, which is made where it is missing. Raises ConfigError."""
+    path = path.resolve()  # a link stays a link: who reads the file behind it must see the change
     with _changing(path):
         entries = read_keys(path) if path.exists() else []
         _write_entries(path, checked([*entries, entry], path))
@@ -61,6 +62,7 @@ def remove_from_file(path: Path, name: str) -> None:
 
     Raises ConfigError where the file has no key of that name.
     """
+    path = path.resolve()
     with _changing(path):
         entries = read_keys(path)
         gone = [entry for entry in entries if entry.name == name]

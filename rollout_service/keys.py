@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
+import stat
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,10 +93,10 @@ class Keys:
         if self._file is None:
             return False
         try:
-            stat = self._file.stat()
+            found = self._file.stat()
         except OSError as error:
             raise ConfigError(f"{self._file}: {error.strerror or error}") from None
-        seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        seen = (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
         if seen == self._seen:
             return False
         self.ring = KeyRing(checked([*self._inline, *read_keys(self._file)], self._file))
@@ -105,7 +107,9 @@ class Keys:
 def read_keys(path: Path) -> list[KeyEntry]:
     """The keys of a file of `[[keys]]` tables. Raises ConfigError."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{path}: no regular file")
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
@@ -119,6 +123,10 @@ def read_keys(path: Path) -> list[KeyEntry]:
     if document or not isinstance(tables, list):
         raise ConfigError(f"{path}: expected [[keys]] tables and nothing else")
     return checked([_entry(table, f"{path}: keys[{at}]") for at, table in enumerate(tables)], path)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in the file's place would wait for its writer for ever
 
 
 def checked(entries: list[KeyEntry], where: object) -> list[KeyEntry]:

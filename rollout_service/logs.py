@@ -90,6 +90,8 @@ def configure(log_format: LogFormat = LogFormat.AUTO, level: str = "info") -> No
     root.setLevel(level.upper())
     for name in NOISY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    # It warns of every request that is no HTTP, which any stranger can send as often as he likes.
+    logging.getLogger("uvicorn.error").setLevel(max(logging.ERROR, root.level))
 
 
 def guarded(_: Any, __: str, event: EventDict) -> EventDict:

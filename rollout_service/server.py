@@ -22,6 +22,7 @@ import uvicorn
 
 from rollout_service.app import Parts, create_app
 from rollout_service.errors import ConfigError
+from rollout_service.http_protocol import bounded, connections_for
 from rollout_service.settings import Settings
 
 KEEP_ALIVE_S = 75
@@ -122,7 +123,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(settings, parts),
-                http="httptools",
+                http=bounded(connections_for(settings.dispatch.max_inflight_rollouts)),
                 ws="none",
                 lifespan="on",
                 log_config=None,

@@ -66,6 +66,8 @@ WATCHED = frozenset({"POST /rewind", "DELETE /checkpoints/{name}"})
 BROWSERS_SEND = frozenset({b"origin", b"referer", b"accept-language", b"sec-fetch-site"})
 """A page cannot keep its browser from sending all of these; curl and HTTP libraries send none."""
 
+READ_HEADERS = (b"host", b"authorization", b"origin", b"referer", b"sec-fetch-site")
+
 log = structlog.get_logger(__name__)
 
 _HOST = re.compile(rf"({HOST_NAME.pattern})(?::([0-9]{{1,5}}))?", re.ASCII)
@@ -99,7 +101,7 @@ class Access:
 
         Raises BadRequest for headers that are not HTTP, Unauthorized, Forbidden.
         """
-        found: dict[bytes, list[str]] = {b"host": [], b"authorization": [], b"origin": []}
+        found: dict[bytes, list[str]] = {name: [] for name in READ_HEADERS}
         from_browser = False
         for name, value in headers:
             if name in found:
@@ -109,6 +111,8 @@ class Access:
         if not self._keys.required:
             if from_browser:
                 self._check_browser(host, found[b"origin"])
+                if ACCESS.get(route) is not EVERYBODY:
+                    self._check_site(host, found[b"referer"], found[b"sec-fetch-site"])
             return None
         allowed = ACCESS[route] if route else ANY_KEY
         entry = self._key(found[b"authorization"])
@@ -147,6 +151,12 @@ class Access:
         for origin in origins:
             if host is None or _origin(origin) != host:
                 raise Forbidden("called by a page of another origin; without API keys that is not answered")
+
+    def _check_site(self, host: tuple[str, str] | None, referers: list[str], sites: list[str]) -> None:
+        """A page from elsewhere may lead a person here, and no more: its images and scripts load nothing of ours."""
+        foreign = any(host is None or _origin(referer) != host for referer in referers)
+        if foreign or not set(sites) <= {"same-origin", "none"}:
+            raise Forbidden("called by a page of another site; without API keys that is not answered")
 
 
 def _host(given: list[str]) -> tuple[str, str] | None:

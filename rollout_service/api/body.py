@@ -8,19 +8,30 @@ the field. Nothing is coerced.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from rollout_service.api.guard import CALLER
 from rollout_service.api.problems import field_path
-from rollout_service.errors import BadRequest, BodyTooLarge, InvalidField
+from rollout_service.errors import BadRequest, BodyTooLarge, BodyTooSlow, InvalidField, Unauthorized
 
 MAX_BODY_BYTES = 64 * 2**20
 """10,000 prompts of 1,000 tokens fit well; one call cannot fill the memory."""
 MAX_NESTING = 100
 """Levels of nesting; fields have bounds of their own below it, and readers that recurse are safe above it."""
+MOST = {(b"[", b"{"): 500_000, (b":",): 2_000_000, (b",",): 12_000_000}
+"""Of characters that begin a value: 10,000 prompts with their messages and columns have some 100,000."""
+MAX_FIELDS = 64
+BODY_S = 120.0
+"""For a whole body: 64 MiB at 5 Mbit/s."""
+LARGE_BYTES = 2**20
+LARGE_AT_ONCE = 4
+"""Bodies above LARGE_BYTES held at once; others wait their turn."""
 OFF_LOOP_BYTES = 64 * 2**10
 """Larger bodies are decoded in a thread: a millisecond of decoding is the most the event loop should give."""
 
@@ -35,15 +46,22 @@ class JsonBody(Generic[M]):
         self.optional = optional
 
     async def __call__(self, request: Request) -> M:
-        content = await read_body(request)
-        if self.optional and not content.strip():
-            content = b"{}"
-        if len(content) > OFF_LOOP_BYTES:
-            return await asyncio.to_thread(self._checked, content)
-        return self._checked(content)
+        context = request.app.state.context
+        async with context.bodies.room() as room:
+            content = await read_body(request, room)
+            # The key may have been revoked while the body was on its way, which can take BODY_S.
+            if not context.access.knows(request.scope.get(CALLER)):
+                raise Unauthorized("the API key was revoked")
+            if self.optional and not content.strip():
+                content = b"{}"
+            if len(content) > OFF_LOOP_BYTES:
+                return await asyncio.to_thread(self._checked, content)
+            return self._checked(content)
 
     def _checked(self, content: bytes) -> M:
         value = decode_object(content)
+        if len(value) > MAX_FIELDS:  # each would be told of, and only the first is shown
+            raise InvalidField(f"{len(value)} fields: more than any call takes")
         try:
             return self.model.model_validate(value)
         except ValidationError as error:
@@ -57,8 +75,49 @@ class JsonBody(Generic[M]):
         return {"required": not self.optional, "content": {"application/json": {"schema": schema}}}
 
 
-async def read_body(request: Request) -> bytes:
-    """The body, at most MAX_BODY_BYTES of it. Raises BodyTooLarge."""
+class Bodies:
+    """Room for bodies in memory: small ones come and go, of large ones only a few are held at once."""
+
+    def __init__(self) -> None:
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+
+    @asynccontextmanager
+    async def room(self) -> AsyncIterator[Room]:
+        room = Room(self._large)
+        try:
+            yield room
+        finally:
+            room.leave()
+
+
+class Room:
+    """What one body takes."""
+
+    def __init__(self, large: asyncio.Semaphore) -> None:
+        self._large = large
+        self._is_large = False
+
+    async def has(self, size: int) -> None:
+        """Wait for room for `size` bytes; what is not read meanwhile stays with the caller."""
+        if size > LARGE_BYTES and not self._is_large:
+            await self._large.acquire()
+            self._is_large = True
+
+    def leave(self) -> None:
+        if self._is_large:
+            self._large.release()
+
+
+async def read_body(request: Request, room: Room) -> bytes:
+    """The body, at most MAX_BODY_BYTES of it. Raises BodyTooLarge, BodyTooSlow."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await _read(request, room)
+    except TimeoutError:
+        raise BodyTooSlow(f"the body was not complete within {BODY_S:g} s") from None
+
+
+async def _read(request: Request, room: Room) -> bytes:
     too_large = BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes; send fewer prompts at a time")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
@@ -70,11 +129,18 @@ async def read_body(request: Request) -> bytes:
         if size > MAX_BODY_BYTES:
             raise too_large
         parts.append(part)
+        await room.has(size)
     return b"".join(parts)
 
 
 def decode_object(content: bytes) -> dict[str, Any]:
     """`content` as a JSON object. Raises BadRequest."""
+    # By characters, those in texts too: what is decoded below costs hundreds of bytes a value, and holds every thread.
+    for characters, most in MOST.items():
+        if sum(content.count(character) for character in characters) > most:
+            raise BodyTooLarge(
+                f"the body has more than {most} of {b' and '.join(characters).decode()}; send it in parts"
+            )
     try:
         value = msgspec.json.decode(content)
     except RecursionError:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Protocol, cast
 from fastapi import Depends, Request
 
 from rollout_service.api.access import Access
+from rollout_service.api.body import Bodies
 from rollout_service.api.viewers import Viewers
 from rollout_service.core.changes import Bumped
 from rollout_service.core.group import Checkpoint, Group, Lease
@@ -122,6 +123,7 @@ class Context:
     access: Access
     history: History
     viewers: Viewers = field(default_factory=Viewers)
+    bodies: Bodies = field(default_factory=Bodies)
     threads: Callable[[], ThreadCounts | None] = no_threads
 
 

@@ -19,6 +19,9 @@ from rollout_service.core.group import group_seq
 from rollout_service.core.model import GroupState
 from rollout_service.errors import InvalidField, NotFound
 
+MOST_TOKENS = 2**17
+"""Of one answer with many rows: encoding them takes some 50 ms."""
+
 routes = router("groups")
 
 
@@ -53,6 +56,9 @@ async def get_samples(ctx: Ctx, group_id: str, query: Annotated[SamplesQuery, Qu
     """The finished rollouts of a group token by token: ids, texts, mask, logprobs. Groups that ended keep no tokens."""
     payload = (await ctx.orchestrator.group(_known(group_id))).payload
     found = await asyncio.to_thread(sequences, payload, query.index)
+    tokens = sum(len(sequence.input_ids) for _, sequence in found)
+    if query.index is None and tokens > MOST_TOKENS:
+        raise InvalidField(f"index: the group has {tokens} tokens; ask for one of its rows", field="index")
     ids = await asyncio.to_thread(lambda: {id_ for _, sequence in found for id_ in sequence.input_ids})
     texts = await ctx.fleet.token_texts(ids) if ids else {}
     content = await asyncio.to_thread(lambda: tokens_answer(payload, found, texts).model_dump_json().encode())

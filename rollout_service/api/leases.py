@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from rollout_service.api import binary, wire
 from rollout_service.api.body import JsonBody
 from rollout_service.api.context import Context, Ctx
+from rollout_service.api.guard import CALLER
 from rollout_service.api.problems import CLIENT_GONE, declared
 from rollout_service.api.routing import router
 from rollout_service.api.schemas import (
@@ -29,7 +30,7 @@ from rollout_service.api.schemas import (
     RenewAnswer,
     RenewBody,
 )
-from rollout_service.errors import InvalidField, NotFound
+from rollout_service.errors import InvalidField, NotFound, Unauthorized
 from rollout_service.orchestrator import HungUp, views
 from rollout_service.settings import Settings
 
@@ -80,6 +81,10 @@ async def post_lease(ctx: Ctx, request: Request, body: Annotated[LeaseBody, Depe
             answer = await ctx.orchestrator.lease(asked, asyncio.shield(gone))
         except HungUp:
             return Response(status_code=CLIENT_GONE)
+    if not ctx.access.knows(request.scope.get(CALLER)):  # the call may have waited a minute
+        if answer.lease is not None:
+            await ctx.orchestrator.abandon(answer.lease)
+        raise Unauthorized("the API key was revoked")
     return LeaseResponse(ctx, answer, in_binary=binary.preferred(request.headers.getlist("accept")))
 
 

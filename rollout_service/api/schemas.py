@@ -20,7 +20,7 @@ MAX_PROMPTS = 10_000
 MAX_LEASE_GROUPS = 1024
 MAX_PAGE = 1000
 
-PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]*$"
 PolicyVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 LeaseSeconds = Annotated[int, Field(ge=1, le=86_400)]
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 
 import structlog
@@ -178,14 +179,17 @@ class _Removal:
         self.ending = ending
         self._member = member
         self._timer: asyncio.TimerHandle | None = None
+        self._at = math.inf
+        """When; uvloop does not say it of a timer that is due."""
 
     def within(self, drain_s: float) -> None:
         """What runs there is recalled `drain_s` from now at the latest."""
         loop = asyncio.get_running_loop()
         at = loop.time() + drain_s
-        if self._timer is not None and self._timer.when() <= at:
+        if self._at <= at:
             return
         self.stop()
+        self._at = at
         self._timer = loop.call_at(at, self._member.recall)
 
     def stop(self) -> None:

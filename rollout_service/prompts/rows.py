@@ -94,6 +94,8 @@ def parse_submitted(row: Any, **defaults: Unpack[RowDefaults]) -> Prompt:
     epoch = fields.get("epoch")
     if columns is not None and not isinstance(columns, Mapping):
         raise RowError(where, "columns", f"expected an object, got {shown(columns)}")
+    if columns and (size := len(_JSON.encode(columns))) > MAX_PROMPT_BYTES:
+        raise RowError(where, "columns", f"{size} bytes, more than the {MAX_PROMPT_BYTES} a prompt's columns may have")
     if epoch is None:
         epoch = 0
     return _prompt(fields, dict(columns or {}), "columns.", _integer(epoch, where, "epoch", 0, MAX_EPOCH), defaults)

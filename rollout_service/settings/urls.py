@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from urllib.parse import SplitResult, urlsplit
 
+import idna
+
 MAX_LENGTH = 2048
 
 
@@ -25,6 +27,11 @@ def http_url(value: str, *, secrets: str = "engines take a key by api_key_env") 
         raise ValueError(f"credentials do not belong in a URL; {secrets}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("expected an http:// or https:// URL with a host")
+    if "xn--" in parts.hostname or not parts.hostname.isascii():
+        try:  # as HTTP clients do before they connect
+            idna.decode(idna.encode(parts.hostname, uts46=True))
+        except UnicodeError:
+            raise ValueError("the host is no international name") from None
     if port == 0:
         raise ValueError("port 0 is no port to connect to")
     if parts.fragment:

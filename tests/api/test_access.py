@@ -16,6 +16,7 @@ from rollout_service.core.changes import Halt
 from rollout_service.errors import ConfigError
 from rollout_service.keys import KeyEntry, KeyRing, Keys, Role, hash_of, key_table, new_key
 from tests.api.conftest import Service
+from tests.fakes import Runner, finished, until
 
 SECRET = {role: new_key() for role in Role}
 ENTRIES = [KeyEntry(name=role.value, role=role, hash=hash_of(key)) for role, key in SECRET.items()]
@@ -259,6 +260,10 @@ FROM_PAGES: list[tuple[dict[str, str], int]] = [
     ({"Host": "evil.example:8080", "Origin": "http://evil.example:8080"}, 403),
     ({"Host": "evil.example", "Accept-Language": "en"}, 403),
     ({"Host": "127.0.0.1.evil.example", "Referer": "http://127.0.0.1.evil.example/"}, 403),
+    ({"Host": "127.0.0.1:8080", "Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Host": "127.0.0.1:8080", "Sec-Fetch-Site": "same-site"}, 403),
+    ({"Host": "127.0.0.1:8080", "Referer": "http://evil.example/"}, 403),
+    ({"Host": "127.0.0.1:8080", "Referer": "http://127.0.0.1:8080/", "Sec-Fetch-Site": "same-origin"}, 200),
 ]
 
 
@@ -268,6 +273,35 @@ async def test_without_keys_a_page_from_elsewhere_cannot_call_through_a_browser(
         answer = await call(service, "POST", "/pause", **headers)
         assert answer.status_code == status
         assert service.door.status().paused is (status == 200)
+
+
+async def test_without_keys_a_link_from_elsewhere_opens_the_page():
+    async with Service().in_process() as service:
+        headers = {"Host": "localhost:8080", "Referer": "http://wiki.example/", "Sec-Fetch-Site": "cross-site"}
+        assert (await call(service, "GET", "/", **headers)).status_code == 200
+        assert (await call(service, "GET", "/status", **headers)).status_code == 403
+
+
+async def test_a_key_revoked_while_a_call_is_on_its_way_is_refused_at_its_end():
+    keys = Keys(ENTRIES)
+    less = KeyRing([entry for entry in ENTRIES if entry.role is not Role.TRAINER])
+    async with Service(keys=keys, runner=Runner(answer=lambda job: finished(job.index))).running() as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        head = f"POST /checkpoints HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {SECRET[Role.TRAINER]}\r\n"
+        writer.write(f"{head}Content-Length: 12\r\n\r\n".encode())
+        waiting = asyncio.create_task(
+            service.http.post("/leases", json={"max_groups": 1, "wait_s": 30}, headers=bearer(Role.TRAINER))
+        )
+        await until(lambda: service.door.status().waiting_lease_calls == 1)
+        keys.ring = less
+        writer.write(b'{"name":"a"}')
+        assert (await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)).startswith(b"HTTP/1.1 401")
+        writer.close()
+        assert list(service.door.checkpoints()) == []
+        body = {"prompts": [{"prompt_id": "a", "prompt": "p:a;"}]}
+        assert (await service.http.post("/prompts", json=body, headers=bearer(Role.SUBMIT))).status_code == 202
+        assert (await waiting).status_code == 401
+        await until(lambda: service.door.status().counts.groups["ready"] == 1)
 
 
 async def test_keys_of_a_file_are_read_again_when_it_changes_and_an_empty_one_lets_nobody_in(tmp_path: Path):

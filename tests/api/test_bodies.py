@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -10,6 +12,7 @@ import pytest
 
 from rollout_service.api import body
 from tests.api.conftest import Service
+from tests.fakes import until
 
 PROBLEM = "application/problem+json"
 
@@ -154,3 +157,54 @@ async def test_a_caller_that_hangs_up_within_its_body_does_no_harm(live: Service
         caller.sendall(b'POST /policy_version HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"version"')
     assert (await live.http.get("/livez")).status_code == 200
     assert live.door.version == 0
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b'"":0,', b"0,"], ids=["lists", "objects", "fields", "numbers"])
+async def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(service: Service, piece: bytes):
+    content = b'{"prompts":[' + piece * (body.MAX_BODY_BYTES // len(piece) - 20)
+    answer = await service.http.post("/prompts", content=content)
+    assert answer.status_code == 413
+    assert "send it in parts" in answer.json()["detail"]
+
+
+async def test_a_body_with_very_many_fields_is_refused_in_one_sentence(service: Service):
+    content = b"{" + b",".join(b'"%d":0' % n for n in range(1000)) + b"}"
+    answer = await service.http.post("/prompts", content=content)
+    assert (answer.status_code, answer.json()["detail"]) == (422, "1000 fields: more than any call takes")
+
+
+async def test_of_large_bodies_only_a_few_are_held_at_once(live: Service):
+    entered: list[int] = []
+
+    async def slow(piece: int) -> AsyncIterator[bytes]:
+        entered.append(piece)
+        yield b"x" * (body.LARGE_BYTES + 1)
+        await released.wait()
+        yield b"x"
+
+    released = asyncio.Event()
+    calls = [asyncio.create_task(live.http.post("/prompts", content=slow(n))) for n in range(body.LARGE_AT_ONCE + 2)]
+    large = live.context.bodies._large
+    await until(large.locked)
+    assert (await live.http.post("/policy_version", json={"version": 1})).status_code == 200
+    released.set()
+    assert {(await each).status_code for each in calls} == {400}
+    await until(lambda: not large.locked())
+
+
+async def test_a_body_that_does_not_come_in_time_is_given_up(live: Service, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(body, "BODY_S", 0.1)
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    writer.write(b"POST /prompts HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
+    answer = await asyncio.wait_for(reader.readuntil(b"}"), 10)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"/problems/body-too-slow" in answer
+
+
+async def test_columns_of_any_size_are_no_columns(service: Service):
+    row = {"prompt": "a", "columns": {"text": "x" * (2**24 + 1)}}
+    answer = await service.post("/prompts", {"prompts": [row]})
+    assert answer.status_code == 422
+    assert "a prompt's columns may have" in answer.json()["detail"]

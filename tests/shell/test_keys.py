@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -188,3 +189,20 @@ def test_of_many_who_add_a_key_at_once_none_loses_it(tmp_path: Path):
         list(pool.map(lambda n: add_to_file(file, entry(f"k{n}", key=new_key())), range(32)))
     assert {found.name for found in read_keys(file)} == {f"k{n}" for n in range(32)}
     assert [path.name for path in tmp_path.iterdir()] == ["keys.toml"]
+
+
+def test_a_pipe_a_folder_and_a_socket_in_the_files_place_are_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ConfigError, match=r"no regular file|Is a directory"):
+            Keys((), path)
+
+
+def test_a_key_is_revoked_in_the_file_behind_a_link(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    real, link = tmp_path / "real" / "keys.toml", tmp_path / "keys.toml"
+    add_to_file(real, entry())
+    link.symlink_to(real)
+    remove_from_file(link, "a")
+    assert link.is_symlink()
+    assert read_keys(real) == []

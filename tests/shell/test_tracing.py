@@ -419,4 +419,4 @@ def test_without_the_extra_an_endpoint_is_a_mistake_that_says_what_to_install():
         "try:\n    open_tracing('http://c/v1/traces', 1.0)\nexcept Exception as e:\n    print(type(e).__name__, e)"
     )
     assert said.startswith(ConfigError.__name__)
-    assert "rollout-service[otel]" in said
+    assert "'.[otel]'" in said
