@@ -130,10 +130,13 @@ class ScriptedEngine:
         """Die: every connection is cut."""
         runner, self._runner = self._runner, None
         if runner is not None:
-            # Accepting ends some turns before the server does: asyncio fails on a connection it is accepting meanwhile.
-            asyncio.get_running_loop().remove_reader(self._listener)
-            for _ in range(3):
-                await asyncio.sleep(0)
+            loop = asyncio.get_running_loop()
+            if isinstance(loop, asyncio.SelectorEventLoop):
+                # Accepting ends some turns before the server does: this loop, unlike uvloop, fails on a connection it
+                # is accepting meanwhile.
+                loop.remove_reader(self._listener)
+                for _ in range(3):
+                    await asyncio.sleep(0)
             for connection in list(runner.server.connections if runner.server else ()):
                 if connection.transport is not None:
                     connection.transport.abort()

@@ -86,6 +86,7 @@ class ScriptedEngine:
         events: Any,
         clock: Callable[[], float],
         model_name: Callable[[str], str],
+        tracer: Any,
     ) -> None:
         self.id, self.url = id, spec.url
         self.info: EngineInfo | None = None
