@@ -1,8 +1,10 @@
 """Reward urls against a real server: a judge that fails never becomes a number."""
 
 import asyncio
+import gzip
 import json
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -172,3 +174,20 @@ async def test_a_broken_answer_is_an_error_and_not_a_crash(start: Start) -> None
         scorer = await start(f"http://{host}:{port}/score")
         scores = await scorer.score(job("a", "b"))
     assert scores.errors["judge"].startswith("the webhook could not be asked: ")
+
+
+async def test_a_packed_answer_is_never_unpacked(judge: tuple[Judge, str], start: Start) -> None:
+    served, url = judge
+    bomb = gzip.compress(b" " * 2**26)
+    served.body, served.headers = bomb, {"content-encoding": "gzip"}
+    scorer = await start(url)
+    tracemalloc.start()
+    try:
+        scores = await scorer.score(job("a", "b"))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "which was not asked for" in scores.errors["judge"]
+    assert peak < 2**24
+    served.body, served.headers = b'{"rewards": [0.5, null]}', {}
+    assert (await scorer.score(job("a", "b"))).errors == {}
