@@ -7,6 +7,7 @@ shard's output is printed whole, one after the other; the exit status is 0 only 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 FIRST = ("e2e", "monitoring", "page", "simulation", "core")
 """About half of the time: whatever runs a real vLLM server stays in one process, so that no two of them run at once."""
+LIMIT_S = 50 * 60.0
+"""Twice what both take here; pytest-timeout cannot end a test that waits on uvloop, which swallows its signal."""
 NO_TESTS = 5
 """pytest's exit status where `-k` or `-m` left nothing of a shard."""
 
@@ -26,6 +29,19 @@ def shards(folder: Path = TESTS) -> tuple[list[str], list[str]]:
     first = [f"{folder.name}/{name}" for name in names if name in FIRST]
     second = [f"{folder.name}/{name}" for name in names if name not in FIRST]
     return first, second
+
+
+def _ended(process: subprocess.Popen[bytes], started: float) -> int:
+    """The exit status. One that hangs is interrupted as by a person: it says where it was, and fails."""
+    try:
+        return process.wait(max(1.0, started + LIMIT_S - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(60) or 1
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait() or 1
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +56,7 @@ def main(arguments: list[str]) -> int:
                 process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=TESTS.parent)
             running.append((paths, log, process))
         try:
-            codes = [process.wait() for _, _, process in running]
+            codes = [_ended(process, started) for _, _, process in running]
         except KeyboardInterrupt:
             codes = [process.wait() for _, _, process in running]  # they got the signal, too, and say so
         for paths, log, _ in running:
@@ -49,7 +65,7 @@ def main(arguments: list[str]) -> int:
             sys.stdout.buffer.write(log.read_bytes())
             sys.stdout.flush()
     sys.stdout.write(f"=== both shards: {time.monotonic() - started:.0f} s\n")
-    return max(0 if code == NO_TESTS and arguments else code for code in codes) or 0
+    return max(0 if code == NO_TESTS and arguments else abs(code) for code in codes)
 
 
 if __name__ == "__main__":

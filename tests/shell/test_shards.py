@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import pytest
+
+from tests import shards as shards_module
 from tests.shards import FIRST, TESTS, shards
 
 
@@ -14,3 +20,14 @@ def test_every_test_file_is_in_exactly_one_shard():
     assert len(found) == len(set(found))
     assert set(found) == {file for file in TESTS.rglob("test_*.py")}
     assert {Path(path).name for path in first} == set(FIRST)
+
+
+def test_a_process_that_hangs_is_interrupted_and_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shards_module, "LIMIT_S", 0.0)
+    hang = "import time; print('up', flush=True); time.sleep(600)"
+    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {hang}"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    process.stdout.close()
+    assert shards_module._ended(process, time.monotonic()) != 0
