@@ -39,7 +39,7 @@ def program(name: str) -> str:
     """Its path. Skips the test where it is missing, unless REQUIRE_TOOLS=1: then it fails."""
     found = shutil.which(name)
     if found is None:
-        reason = f"{name} is not installed (Debian: apt install prometheus)"
+        reason = f"{name} is not installed (Debian: apt install prometheus; .ci/run installs it and runs this)"
         if os.environ.get("REQUIRE_TOOLS") == "1":
             pytest.fail(f"REQUIRE_TOOLS=1, but {reason}")
         pytest.skip(reason)

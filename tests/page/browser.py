@@ -62,7 +62,7 @@ def chromium(program: str, profile: Path) -> Iterator[str]:
         while not (told.exists() and len(lines := told.read_text().splitlines()) == 2):
             assert process.poll() is None, (profile / "output.log").read_text(errors="replace")[-2000:]
             assert time.monotonic() < deadline, "Chromium did not start"
-            time.sleep(0.02)
+            time.sleep(0.02)  # between two looks
         yield f"ws://127.0.0.1:{lines[0]}{lines[1]}"
     finally:
         process.terminate()

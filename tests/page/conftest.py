@@ -19,8 +19,8 @@ def chromium_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     program = find_chromium()
     if program is None:
         if required():
-            pytest.fail("Chromium is not installed, and REQUIRE_TOOLS=1")
-        pytest.skip("Chromium is not installed")
+            pytest.fail("Chromium is not installed (Debian: apt install chromium), and REQUIRE_TOOLS=1")
+        pytest.skip("Chromium is not installed (Debian: apt install chromium); .ci/run installs it and runs this")
     profile: Path = tmp_path_factory.mktemp("chromium")
     with chromium(program, profile) as address:
         yield address

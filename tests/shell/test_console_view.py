@@ -42,7 +42,7 @@ def shown(what: RenderableType, *, width: int = 120, colour: bool = False) -> st
         file=io.StringIO(), width=width, force_terminal=colour, color_system="truecolor" if colour else None
     )
     console.print(what)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO given above
 
 
 def frame(view: Live, *, width: int = 120, link: Link = frames.CONNECTED, colour: bool = False) -> str:

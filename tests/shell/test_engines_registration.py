@@ -578,7 +578,7 @@ async def test_nothing_is_lost_while_engines_come_and_go() -> None:
     ):
 
         async def slow() -> Reply:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # how long the engine takes, so that some are caught in flight
             return Reply()
 
         for engine in (a, b, c):

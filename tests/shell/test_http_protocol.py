@@ -54,7 +54,7 @@ async def until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         while not reader.at_eof():
             writer.write(piece)
             await asyncio.wait_for(writer.drain(), 10)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # a turn for the server, which shares this loop
     writer.close()
 
 
@@ -73,7 +73,7 @@ async def test_a_head_without_end_is_refused_before_it_fills_the_memory(begin: b
                 writer.write(piece)
                 sent += len(piece)
                 await writer.drain()
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # a turn for the server, which shares this loop
             answer = await asyncio.wait_for(reader.read(), 10)
             assert answer.startswith(b"HTTP/1.1 431")
             assert b"/problems/head-too-large" in answer
@@ -118,7 +118,7 @@ async def test_calls_piled_up_without_reading_an_answer_cut_the_connection():
         await until_closed(reader, writer, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * (4 * MAX_PIPELINED))
         async with asyncio.timeout(10):
             while server.server_state.connections:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # between two looks
 
 
 async def test_connections_beyond_the_bound_are_closed_and_the_others_answered():

@@ -52,7 +52,7 @@ class Traced:
             policy=Policy(group=GroupPolicy(**rules), slots=16),
             runner=self.tracing.runner(self.runner),  # type: ignore[arg-type]  # it is a runner, if no fake one
             scorer=self.scorer,
-            observer=Observers(Recorder(), self.tracing.observer),  # type: ignore[arg-type]
+            observer=Observers(Recorder(), self.tracing.observer),  # type: ignore[arg-type]  # the fake one ignores more
         )
 
     def spans(self, name: str) -> list[ReadableSpan]:
@@ -196,8 +196,8 @@ async def test_a_group_taken_up_after_a_restart_has_a_span_from_then_on():
     traced = Traced()
     traced.harness = Harness(
         store=store,
-        runner=traced.tracing.runner(traced.runner),  # type: ignore[arg-type]
-        observer=traced.tracing.observer,  # type: ignore[arg-type]
+        runner=traced.tracing.runner(traced.runner),  # type: ignore[arg-type]  # no fake runner
+        observer=traced.tracing.observer,  # type: ignore[arg-type]  # no recorder
     )
     traced.runner.answer = lambda job: finished(job.index)
     async with traced.harness as door:
@@ -239,8 +239,8 @@ async def test_the_rollouts_span_is_current_while_it_is_made_and_in_tasks_it_mak
             return get_current_span().get_span_context().span_id
 
     job = type("Job", (), {"group_id": "g-1", "attempt": 1, "index": 0, "policy_version": 0})
-    job.prompt = submission("a").prompt  # type: ignore[attr-defined]
-    await traced.tracing.runner(Asking()).run(job, None)  # type: ignore[arg-type]
+    job.prompt = submission("a").prompt  # type: ignore[attr-defined]  # a namespace stands for the job
+    await traced.tracing.runner(Asking()).run(job, None)  # type: ignore[arg-type]  # the gate is not asked
     (span,) = traced.spans("rollout")
     assert span.context is not None
     assert seen == [span.context.span_id] * 2
