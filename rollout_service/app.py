@@ -21,7 +21,7 @@ from rollout_service.core.advantages import AdvantageMethod
 from rollout_service.core.group import GroupPolicy, OnStale
 from rollout_service.core.scheduler import Admission, Policy
 from rollout_service.core.scoring import ScoringRules, ZeroVariance
-from rollout_service.engines import EngineSpec, Fleet, FleetSettings
+from rollout_service.engines import CacheSalt, EngineSpec, Fleet, FleetSettings
 from rollout_service.errors import ConfigError
 from rollout_service.keys import KeyEntry, Keys, Role
 from rollout_service.loading import load_first_in
@@ -77,6 +77,9 @@ class Parts:
             events=self.metrics,
             on_change=self._engines_changed,
             version=lambda: self.orchestrator.version,
+            cache_salt=CacheSalt(lambda: self.orchestrator.version, lambda: self.orchestrator.version_returns)
+            if settings.dispatch.cache_salt
+            else lambda: None,
             tracer=None if tracing is None else tracing.calls,
         )
         self.threads = Threads(settings.program.threads, grace_s=settings.program.grace_s)

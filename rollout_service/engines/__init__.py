@@ -1,5 +1,6 @@
 """Engines: vLLM servers as one fleet. Nothing outside of this package speaks HTTP to an engine."""
 
+from rollout_service.engines.cache_salt import CacheSalt
 from rollout_service.engines.faults import GenerationFailed
 from rollout_service.engines.fleet import Fleet
 from rollout_service.engines.requests import GenerateRequest
@@ -9,6 +10,7 @@ from rollout_service.engines.vllm import EngineSpec
 
 __all__ = [
     "Answer",
+    "CacheSalt",
     "Deadline",
     "EngineEvents",
     "EngineSpec",

@@ -1,9 +1,9 @@
 """Several engines as one: routing, capacity, waiting.
 
-What always holds: an engine is never given more than `max_inflight` requests; work goes to the least loaded healthy
-engine; callers that must wait are served first come first served; a slot that was given is given back exactly once.
-With no healthy engine callers wait `engine_wait_s` at most, counted from when the last one was lost. Engines come and
-go while it works (see `members`).
+What always holds: an engine is never given more requests than its limit; where work goes is for `routing` to say;
+callers that must wait are served first come first served; a slot that was given is given back exactly once. With no
+healthy engine callers wait `engine_wait_s` at most, counted from when the last one was lost. Engines come and go while
+it works (see `members`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
 from rollout_service.core.model import FailureReason, WeightUpdate
+from rollout_service.engines.engine_load import Limit
 from rollout_service.engines.faults import EngineFault, GenerationFailed
 from rollout_service.engines.health import Member
+from rollout_service.engines.homes import Homes
 from rollout_service.engines.http import EngineClients
 from rollout_service.engines.members import Members
 from rollout_service.engines.requests import GenerateRequest, RequestIds
 from rollout_service.engines.retry import Answer, Deadline, Gate, Generation, RetryPolicy
+from rollout_service.engines.routing import capacity, choose
 from rollout_service.engines.settings import POLICY_VERSION, CallTracer, EngineEvents, FleetSettings, NoEvents
 from rollout_service.engines.texts import PromptTexts
 from rollout_service.engines.token_texts import TokenTexts
@@ -45,12 +48,23 @@ TEXT_REST_S = 10.0
 log = structlog.get_logger(__name__)
 
 
-class _Waiter:
-    __slots__ = ("avoid", "entered", "need", "slot")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What one request wants of the engine it gets."""
 
-    def __init__(self, need: int, avoid: Member | None, entered: float) -> None:
-        self.need = need
-        self.avoid = avoid
+    need: int
+    """Tokens its context has to hold; 0: not known."""
+    group: str
+    session: str
+    avoid: Member | None
+    """The engine that failed it."""
+
+
+class _Waiter:
+    __slots__ = ("entered", "slot", "wish")
+
+    def __init__(self, wish: Wish, entered: float) -> None:
+        self.wish = wish
         self.entered = entered
         self.slot: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
 
@@ -67,9 +81,10 @@ class Fleet:
         on_change: Callable[[], None] = lambda: None,
         version: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
+        cache_salt: Callable[[], str | None] = lambda: None,
         tracer: CallTracer | None = None,
     ) -> None:
-        """`version` gives the current policy version."""
+        """`version` gives the current policy version; `cache_salt`: see VllmEngine."""
         self._specs = tuple(specs)
         self._settings = settings
         self._events: EngineEvents = events or NoEvents()
@@ -78,11 +93,13 @@ class Fleet:
         self._reports = FleetReports()
         self._updates = WeightUpdates(lambda: list(self._members), adapters_kept=settings.adapters_kept)
         self._clock = clock
+        self._cache_salt = cache_salt
         self._tracer = tracer
         self._policy = RetryPolicy(max_attempts=settings.max_attempts)
         self._ids = RequestIds()
         self._members = Members(self._member, changed=self._changed, most=settings.max_engines)
         self._clients: EngineClients | None = None
+        self._homes = Homes()
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         self._longest: float = math.inf
         self._dark_since: float | None = None
@@ -114,13 +131,21 @@ class Fleet:
                 events=self._events,
                 clock=self._clock,
                 model_name=self._model_name,
+                cache_salt=self._cache_salt,
                 tracer=self._tracer,
             )
         except ValueError:
             # Without the URL: what cannot be parsed cannot be freed of credentials either.
             raise ConfigError(f"the URL of engine {id} is no URL") from None
         member = Member(
-            engine, spec, self._settings, changed=self._changed, version=self._version, reports=self._reports
+            engine,
+            spec,
+            self._settings,
+            changed=self._changed,
+            version=self._version,
+            reports=self._reports,
+            clock=self._clock,
+            alone=lambda: len(self._members) < 2,
         )
         member.current = self._updates.current
         return member
@@ -142,7 +167,7 @@ class Fleet:
 
     # -- who is there
 
-    async def add_engine(self, url: str, max_inflight: int | None = None) -> tuple[dict[str, Any], bool]:
+    async def add_engine(self, url: str, max_inflight: Limit | None = None) -> tuple[dict[str, Any], bool]:
         """Its description, and whether it is new; one that is there already takes `max_inflight`, where given.
 
         One that does not answer yet is added, unhealthy, and used as soon as it answers. Raises EngineNotAllowed,
@@ -170,7 +195,7 @@ class Fleet:
 
     def healthy_capacity(self) -> int:
         """Requests the healthy engines take at once."""
-        return sum(member.max_inflight for member in self._members if member.usable)
+        return capacity(list(self._members))
 
     def unhealthy(self) -> dict[str, str]:
         """URL -> what is wrong, of every engine that is not healthy."""
@@ -232,16 +257,17 @@ class Fleet:
         """A slot of an engine, with the gate open at this moment; `release` it. Raises GenerationFailed."""
         # One more than the prompt: a prompt that fills the context leaves no room for a token.
         need = 0 if request.token_ids is None else len(request.token_ids) + 1
+        wish = Wish(need=need, group=request.group, session=request.session, avoid=avoid)
         while True:
             deadline.extend(await gate.passed())
             self._check_length(need)
             if deadline.remaining() <= 0:
                 raise GenerationFailed(FailureReason.DEADLINE, "the rollout ran past its deadline")
-            member = None if self._waiters else self._pick(need, avoid)
+            member = None if self._waiters else self._pick(wish)
             if member is not None:
-                member.in_flight += 1
+                self._take(member, wish)
                 return member
-            member = await self._wait(need, avoid, deadline)
+            member = await self._wait(wish, deadline)
             try:
                 waited = await gate.passed()
             except BaseException:
@@ -252,8 +278,13 @@ class Fleet:
                 return member
             self.release(member)
 
+    def _take(self, member: Member, wish: Wish) -> None:
+        member.load.in_flight += 1
+        if len(self._members) > 1:
+            self._homes.settle(wish.group, wish.session, member)
+
     def release(self, member: Member) -> None:
-        member.in_flight -= 1
+        member.load.in_flight -= 1
         if self._waiters:
             self._wake()
 
@@ -268,19 +299,16 @@ class Fleet:
                 f"the prompt has {need - 1} tokens, and the engine's max_model_len is {self._longest:g}",
             )
 
-    def _pick(self, need: int, avoid: Member | None) -> Member | None:
-        """The least loaded healthy engine with a free slot; the one to avoid, and doubtful ones, last."""
-        best: Member | None = None
-        best_key: tuple[bool, bool, int] | None = None
-        for member in self._members:
-            if member.free and (not need or member.holds(need)):
-                key = (member is avoid, member.suspect and member.in_flight > 0, member.in_flight)
-                if best_key is None or key < best_key:
-                    best, best_key = member, key
-        return best
+    def _pick(self, wish: Wish) -> Member | None:
+        members = self._members
+        fitting = [member for member in members if member.holds(wish.need)] if wish.need else members
+        homes = self._homes
+        return choose(
+            fitting, session=homes.of_session(wish.session), home=homes.of_group(wish.group), avoid=wish.avoid
+        )
 
-    async def _wait(self, need: int, avoid: Member | None, deadline: Deadline) -> Member:
-        waiter = _Waiter(need, avoid, self._clock())
+    async def _wait(self, wish: Wish, deadline: Deadline) -> Member:
+        waiter = _Waiter(wish, self._clock())
         self._waiters[waiter] = None
         self._wake()
         self._watch_the_dark()
@@ -300,16 +328,16 @@ class Fleet:
 
     def _wake(self) -> None:
         """Give free slots to those who wait, first come first served."""
-        while self._waiters and any(member.free for member in self._members):
+        while self._waiters and any(member.open for member in self._members):
             for waiter in self._waiters:
-                member = self._pick(waiter.need, waiter.avoid)
+                member = self._pick(waiter.wish)
                 if member is not None:
                     break
             else:
                 return  # what is free is too small for everyone who waits
             del self._waiters[waiter]
             if not waiter.slot.done():
-                member.in_flight += 1
+                self._take(member, waiter.wish)
                 waiter.slot.set_result(member)
 
     # -- health

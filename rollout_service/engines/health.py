@@ -2,30 +2,39 @@
 
 What always holds: an engine gets work only after it was learnt (model, context, logprobs) and while its last probe
 succeeded; a failed probe takes it out at once, `STRIKES` transport errors or 5xx in a row do so too, and only a probe
-that succeeds brings it back. An engine that is wrong for the run (another model), or behind it (older weights), stays
-out, with `error` saying why. While an engine loads weights it gets no new work. One that is leaving the fleet gets no
-work any more, is probed only, and is waited for by nobody who loads weights.
+that succeeds brings it back, half-open: one that its requests took out, or that failed `DOUBTS` of them in a row for
+whatever reason, is doubtful until one succeeds there. An engine that is wrong for the run (another model), or behind it
+(older weights), stays out, with `error` saying why. While an engine loads weights it gets no new work. One that is
+leaving the fleet gets no work any more, is probed only, and is waited for by nobody who loads weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
 from rollout_service.core.model import Turn, WeightUpdate
-from rollout_service.engines.faults import EngineFault, EngineRemoved
+from rollout_service.engines.engine_load import EngineLoad
+from rollout_service.engines.faults import EngineFault, EngineRemoved, StatusFault
+from rollout_service.engines.info import EngineInfo
 from rollout_service.engines.requests import GenerateRequest
 from rollout_service.engines.settings import FleetSettings
-from rollout_service.engines.vllm import EngineInfo, EngineSpec, VllmEngine
+from rollout_service.engines.vllm import EngineSpec, VllmEngine
 from rollout_service.engines.weights import FleetReports, LoadFailed, WeightStanding, load, weight_version
 from rollout_service.errors import ConfigError
 
 STRIKES = 3
 """Transport errors or 5xx in a row that take an engine out (design 3.2.5)."""
+DOUBTS = 3
+"""Failures of any kind in a row after which an engine gets one request at a time while others can: a fleet must not
+lose its prompts to one server that refuses everything at once and is therefore always the least loaded."""
+LOOK_S = 1.0
+"""Between two looks at the load of an engine whose limit follows it; others are looked at as often as probed."""
 RECHECK_S = 0.5
 """The first probe after request errors took an engine out: its `/health` may well be fine."""
 CLOSE_S = 5.0
@@ -48,14 +57,15 @@ class Member:
         changed: Callable[[], None],
         version: Callable[[], int] = lambda: 0,
         reports: FleetReports | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        alone: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`version` gives the current policy version; `reports` is shared by the fleet."""
+        """`version` gives the current policy version; `reports` is shared by the fleet; `alone`: it has no others."""
         self.engine = engine
-        self.max_inflight = spec.max_inflight
-        self.in_flight = 0
+        self.load = EngineLoad(spec.max_inflight, spec.ceiling, clock=clock)
         self.healthy = False
         self.suspect = False
-        """Taken out by request errors and without a success since: gets one request at a time while others can."""
+        """Taken out by request errors and without a success since: one more takes it out again."""
         self.detokenizes = True
         self.error: str | None = "not contacted yet"
         self.weights = WeightStanding(reports)
@@ -70,10 +80,11 @@ class Member:
         self._empty = asyncio.Event()
         """Set when it is leaving and nothing runs there any more."""
         self._broken_off: set[asyncio.Task[LoadFailed | None]] = set()
+        self._alone = alone
         self._loading = 0
         self._one_load = asyncio.Lock()
         self._catch_up_from = -math.inf
-        self._strikes = 0
+        self._strikes = self._failures = 0
         self._failed_probe = True
         self._nudge = asyncio.Event()
         self._verifying: asyncio.Task[bool] | None = None
@@ -81,9 +92,30 @@ class Member:
         self._warned_unversioned = False
 
     @property
-    def free(self) -> bool:
+    def open(self) -> bool:
         """Whether it may be given one more request."""
-        return self.usable and not self._loading and self.in_flight < self.max_inflight
+        return self.usable and not self._loading and self.load.in_flight < self.load.limit
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether it gets one request at a time while others can."""
+        return self.suspect or self._failures >= DOUBTS
+
+    @property
+    def in_flight(self) -> int:
+        return self.load.in_flight
+
+    @property
+    def limit(self) -> int:
+        return self.load.limit
+
+    @property
+    def foreign(self) -> int:
+        return self.load.foreign
+
+    @property
+    def pressed(self) -> bool:
+        return self.load.pressed
 
     @property
     def leaving(self) -> bool:
@@ -111,8 +143,9 @@ class Member:
             "id": self.engine.id,
             "url": self.engine.url,
             "healthy": self.healthy,
+            "doubtful": self.doubtful,
             "in_flight": self.in_flight,
-            "max_inflight": self.max_inflight,
+            **self.load.describe(),
             "model": info.model if info else None,
             "max_model_len": info.max_model_len if info else None,
             "logprobs_mode": info.logprobs_mode if info else None,
@@ -145,10 +178,9 @@ class Member:
                 raise
             raise EngineRemoved(f"{self.engine.url} was removed") from None
 
-    def resize(self, max_inflight: int) -> None:
-        """Take so many requests at once from now on; those beyond it that run already go on."""
-        if max_inflight != self.max_inflight:
-            self.max_inflight = max_inflight
+    def resize(self, spec: EngineSpec) -> None:
+        """Take as many requests at once as `spec` says from now on; those beyond it that run already go on."""
+        if self.load.set_limit(spec.max_inflight, spec.ceiling):
             self._changed()
 
     def leave(self) -> None:
@@ -171,8 +203,22 @@ class Member:
     # -- what requests tell
 
     def succeeded(self) -> None:
-        self._strikes = 0
-        self.suspect = False
+        if self._failures:
+            doubted = self.doubtful
+            self._strikes = self._failures = 0
+            self.suspect = False
+            if doubted:
+                self._changed()  # it takes all it can again
+
+    def failed(self, fault: EngineFault) -> None:
+        """A request failed there for `fault`."""
+        doubted = self.doubtful
+        self._failures += 1
+        if isinstance(fault, StatusFault) and fault.status in (429, 503) and self.load.refused():
+            self._changed()
+        elif self.doubtful and not doubted:
+            log.warning("engine_doubtful", engine=self.engine.url, failures=self._failures, last=str(fault))
+            self._changed()
 
     def struck(self, why: str) -> None:
         """A request met a transport error or a 5xx."""
@@ -291,7 +337,22 @@ class Member:
             self._take_out(str(fault))
 
     async def watch(self) -> None:
-        """Probe for ever."""
+        """Probe, and look at the load, for ever."""
+        await asyncio.gather(self._watch_health(), self._watch_load())
+
+    async def _watch_load(self) -> None:
+        # Apart from the probes: a page that takes long must not keep a dead engine in.
+        while True:
+            await asyncio.sleep(LOOK_S if self.load.auto else max(LOOK_S, self._settings.probe_interval_s))
+            if not self.usable or self._loading or not self.load.readable or (self._alone() and not self.load.auto):
+                continue  # one that loads weights is paused, and its report is old
+            try:
+                if await self.load.look(self.engine):
+                    self._changed()
+            except Exception:  # what one look met must not end the watch
+                log.exception("engine_load_look_failed", engine=self.engine.url)
+
+    async def _watch_health(self) -> None:
         interval = self._settings.probe_interval_s
         delay = interval
         while True:
@@ -340,6 +401,7 @@ class Member:
         self._failed_probe = why is not None
         if why is not None:
             self.suspect = False  # it was down, which says nothing against it once it is up
+            self._failures = 0
             self._take_out(why)
         return why is None
 
@@ -349,6 +411,7 @@ class Member:
         self._failed_probe = False
         self._strikes = 0
         self.detokenizes = True
+        self.load.restarted()
         await self._look_at_weights()
         if self.weights.why_behind is not None:
             await self._catch_up()

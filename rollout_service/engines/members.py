@@ -69,7 +69,7 @@ class Members:
             if member.leaving:
                 raise Conflict(f"{member.engine.id} at this address is being removed; add it again when it is gone")
             if resize:
-                member.resize(spec.max_inflight)
+                member.resize(spec)
         elif len(self) >= self._most:
             raise Conflict(f"there are {len(self)} engines already, and registration.max_engines is {self._most}")
         new = member is None

@@ -49,6 +49,12 @@ class GenerateRequest:
     """int32 (P,), P >= 1."""
     sampling: Mapping[str, Any]
     """Complete: what `effective_sampling` gives."""
+    group: str = ""
+    """What shares its prompt: requests of one group go to one engine, as long as that is not loaded past a bound."""
+    session: str = ""
+    """What shares its history: requests of one rollout of many turns. Empty where there is only one."""
+    priority: int | None = None
+    """Lower goes first, where the engine schedules by priority."""
     text_wanted: bool = False
     """For a prompt given as ids: ask the engine for its text at the same time."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +79,14 @@ class RequestIds:
 _ENCODER = msgspec.json.Encoder()
 
 
-def encode_body(request: GenerateRequest, request_id: str, model: str) -> bytes:
+def encode_body(
+    request: GenerateRequest,
+    request_id: str,
+    model: str,
+    *,
+    cache_salt: str | None = None,
+    priority: int | None = None,
+) -> bytes:
     """The JSON body of `request`."""
     body: dict[str, Any] = {"model": model}
     if request.messages is not None:
@@ -83,6 +96,10 @@ def encode_body(request: GenerateRequest, request_id: str, model: str) -> bytes:
         body["prompt"] = request.text if request.token_ids is None else request.token_ids.tolist()
         body["logprobs"] = 0
     body["return_token_ids"] = True
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    if priority is not None:
+        body["priority"] = priority
     body.update(request.sampling)
     body.update(request.extra)
     if body.pop(SEED_PER_ATTEMPT, False):

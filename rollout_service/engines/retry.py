@@ -203,6 +203,8 @@ class Generation:
         if member.leaving and fault.transient:
             self._events.retried(fault.failure_reason)
             return 0.0
+        if fault.failure_reason is not FailureReason.PROMPT_TOO_LONG:
+            member.failed(fault)
         down = isinstance(fault, TransportFault) and not await member.verify()
         if down and self._uncounted < MAX_UNCOUNTED:
             self._uncounted += 1

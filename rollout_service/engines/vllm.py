@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -28,6 +27,7 @@ from yarl import URL
 from rollout_service.core.model import Turn
 from rollout_service.engines.aborts import AbortBatch, AbortEvents
 from rollout_service.engines.answers import chat_turn, error_message, text_turn
+from rollout_service.engines.engine_load import Limit
 from rollout_service.engines.faults import BadAnswer, RequestTimeout, StaleConnection, StatusFault, TransportFault
 from rollout_service.engines.http import (
     CONTROL_TIMEOUT_S,
@@ -38,6 +38,7 @@ from rollout_service.engines.http import (
     control_call,
     read_answer,
 )
+from rollout_service.engines.info import ABORT_PATHS, AbortMode, EngineInfo, logprobs_mode, priorities, vocab_size
 from rollout_service.engines.requests import GenerateRequest, Route, encode_body
 from rollout_service.engines.settings import CallTracer
 from rollout_service.errors import ConfigError
@@ -62,38 +63,12 @@ class EngineSpec:
 
     url: str
     """Base URL, without `/v1`."""
-    max_inflight: int = 256
-    """Generation requests at once, >= 1."""
+    max_inflight: Limit = 256
+    """Generation requests at once, >= 1; "auto": as many as it bears."""
+    ceiling: int = 1024
+    """Most requests at once where that is "auto"."""
     api_key: str = field(default="", repr=False)
     """Bearer key, or empty."""
-
-
-class AbortMode(StrEnum):
-    """How a request is aborted at the engine. The connection is closed in every mode."""
-
-    REQUESTS = "requests"
-    """`POST /abort_requests` (a server in dev mode)."""
-    SCALE_OUT = "scale_out"
-    """`POST /inference/v1/abort_requests` (a server with scale-out)."""
-    CLOSE = "close"
-    """Only by closing the connection."""
-
-
-_ABORT_PATHS = {AbortMode.REQUESTS: "/abort_requests", AbortMode.SCALE_OUT: "/inference/v1/abort_requests"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineInfo:
-    """What an engine says of itself."""
-
-    model: str
-    """The served model that requests name."""
-    max_model_len: int | None
-    """Tokens of prompt and completion together; None where it does not say."""
-    logprobs_mode: str | None
-    """"raw_logprobs", "processed_logprobs", ...; None where it cannot be read."""
-    vocab_size: int | None
-    abort: AbortMode
 
 
 def public_url(url: str) -> str:
@@ -114,9 +89,13 @@ class VllmEngine:
         events: AbortEvents,
         clock: Callable[[], float],
         model_name: Callable[[str], str] = lambda served: served,
+        cache_salt: Callable[[], str | None] = lambda: None,
         tracer: CallTracer | None = None,
     ) -> None:
-        """`model_name`: what requests call the model, given the name it is served under."""
+        """`model_name`: what requests call the model, given the name it is served under.
+
+        `cache_salt`: what tells prefixes apart that were cached with other weights; None: nothing does.
+        """
         self.id = id
         self.url = public_url(spec.url)
         self.info: EngineInfo | None = None
@@ -126,6 +105,7 @@ class VllmEngine:
         self._clients = clients
         self._clock = clock
         self._model_name = model_name
+        self._cache_salt = cache_salt
         self._tracer = tracer
         self._auth = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
         self._headers = {"Content-Type": "application/json", **self._auth}
@@ -160,7 +140,13 @@ class VllmEngine:
             raise TransportFault(f"{self.url} was never reached")
         route = request.route
         abort_id = route.abort_id(request_id)
-        body = encode_body(request, request_id, self._model_name(info.model))
+        body = encode_body(
+            request,
+            request_id,
+            self._model_name(info.model),
+            cache_salt=self._cache_salt(),
+            priority=request.priority if info.priorities else None,
+        )
         flight = Flight()
         FLIGHT.set(flight)
         session = self._clients.fresh if fresh else self._clients.generation
@@ -217,7 +203,7 @@ class VllmEngine:
         mode = self.info.abort if self.info else AbortMode.CLOSE
         if mode is AbortMode.CLOSE:
             return
-        status, raw = await self._call("POST", _ABORT_PATHS[mode], {"request_ids": ids})
+        status, raw = await self._call("POST", ABORT_PATHS[mode], {"request_ids": ids})
         if status == 404 and self.info is not None:
             self.info = replace(self.info, abort=AbortMode.CLOSE)
             self._say_close_only()
@@ -290,9 +276,10 @@ class VllmEngine:
         self.info = EngineInfo(
             model=served,
             max_model_len=max_model_len,
-            logprobs_mode=_logprobs_mode(config),
-            vocab_size=_vocab_size(config),
+            logprobs_mode=logprobs_mode(config),
+            vocab_size=vocab_size(config),
             abort=abort,
+            priorities=priorities(config),
         )
         if abort is AbortMode.CLOSE:
             self._say_close_only()
@@ -365,7 +352,7 @@ class VllmEngine:
         # On this route, unlike on /abort_requests, an empty list aborts nothing.
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                status, _ = await self._call("POST", _ABORT_PATHS[AbortMode.SCALE_OUT], {"request_ids": []})
+                status, _ = await self._call("POST", ABORT_PATHS[AbortMode.SCALE_OUT], {"request_ids": []})
         except TimeoutError as error:
             raise RequestTimeout(f"the abort route gave no answer in {CONTROL_TIMEOUT_S:g} s") from error
         except httpx.HTTPError as error:
@@ -431,24 +418,3 @@ def _seconds(retry_after: str | None) -> float | None:
     except ValueError:
         return None
     return (at - datetime.now(at.tzinfo)).total_seconds()
-
-
-def _logprobs_mode(config: Any) -> str | None:
-    if isinstance(config, dict):
-        model = config.get("model_config")
-        config = model.get("logprobs_mode") if isinstance(model, dict) else model
-        if isinstance(config, str) and re.fullmatch(r"\w+", config):
-            return config
-    if isinstance(config, str) and (found := re.search(r"logprobs_mode\W{1,4}(\w+)", config)):
-        return found[1]
-    return None
-
-
-def _vocab_size(config: Any) -> int | None:
-    model = config.get("model_config") if isinstance(config, dict) else None
-    for name in ("hf_text_config", "hf_config"):
-        part = model.get(name) if isinstance(model, dict) else None
-        size = part.get("vocab_size") if isinstance(part, dict) else None
-        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-            return size
-    return None

@@ -25,6 +25,11 @@ class Calls:
         """The current policy version, as it is on disk."""
         return self._writer.version
 
+    @property
+    def version_returns(self) -> int:
+        """How often the version was lowered since the start: the same number then stands for other weights."""
+        return self._writer.returns
+
     def _seq(self, public_id: str) -> int:
         seq = group_seq(public_id)
         if seq is None:

@@ -105,6 +105,8 @@ class Writer:
         """(seq, attempt) of groups whose first dispatch has not left, and the version it was decided at."""
         self.version = 0
         """The policy version that is on disk."""
+        self.returns = 0
+        """How often it was lowered since the start: the same number then stands for other weights."""
         self._halted: Halt | None = None
         """The halt that was said outside; a reload must not forget it."""
         self._turn_planned = False
@@ -308,6 +310,7 @@ class Writer:
                 del batch.scores[seq, attempt]
 
     def _show_version(self, version: int) -> None:
+        self.returns += version < self.version
         self.version = version
 
     def resume(self) -> None:

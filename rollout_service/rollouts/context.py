@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from rollout_service.core.group import group_seq
 from rollout_service.core.model import FinishReason, RolloutJob, Turn
 from rollout_service.engines import Answer, Deadline, Gate, GenerateRequest
 from rollout_service.loading import clean
@@ -198,6 +199,9 @@ class Context:
             text=text,
             token_ids=token_ids,
             sampling=effective_sampling(self._sampling, {**job.prompt.sampling, **overrides}),
+            group=f"{job.group_id}.{job.attempt}",
+            session=f"{job.group_id}.{job.attempt}.{job.index}",
+            priority=group_seq(job.group_id),
             extra=extra or {},
         )
         # A deadline of this call's own: calls side by side would extend a shared one twice for one pause.

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from rollout_service.core.group import group_seq
 from rollout_service.core.model import FailedRollout, FailureReason, FinishedRollout, RolloutJob, Turn
 from rollout_service.engines import Answer, Deadline, Gate, GenerateRequest, GenerationFailed
 from rollout_service.rollouts.sampling import SamplingDefaults, effective_sampling
@@ -79,6 +80,8 @@ class SingleTurn:
             sampling=effective_sampling(self._settings.sampling, prompt.sampling)
             if prompt.sampling
             else self._defaults,
+            group=f"{job.group_id}.{job.attempt}",
+            priority=group_seq(job.group_id),
             text_wanted=True,
         )
         deadline = Deadline(self._clock, self._settings.rollout_timeout_s)

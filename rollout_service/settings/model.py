@@ -18,6 +18,7 @@ from rollout_service.settings.registration import RegistrationSettings
 from rollout_service.settings.sampling import SamplingSettings
 from rollout_service.settings.server import ServerSettings, server_problems
 from rollout_service.settings.tables import (
+    DiscoverySettings,
     DispatchSettings,
     EngineSettings,
     GroupsSettings,
@@ -62,6 +63,7 @@ class Settings(BaseSettings):
         default=[], max_length=1024, description="At least one, unless engines may register."
     )
     registration: RegistrationSettings = RegistrationSettings()
+    discovery: DiscoverySettings = DiscoverySettings()
     tracing: TracingSettings = TracingSettings()
     prompts: PromptsSettings = PromptsSettings()
     groups: GroupsSettings = GroupsSettings()
@@ -117,7 +119,10 @@ def _engine_problems(settings: Settings) -> Iterator[Found]:
     counts = Counter(same_engine(engine.url) for engine in settings.engines)
     for position, engine in enumerate(settings.engines):
         if counts[same_engine(engine.url)] > 1:
-            yield ("engines", position, "url"), "the same engine stands here twice; raise its max_inflight instead"
+            what = "engine stands here twice; raise its max_inflight instead"
+            if engine.source is not None:
+                what = "source stands here twice"
+            yield ("engines", position, "url"), f"the same {what}"
             return
 
 

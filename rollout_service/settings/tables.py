@@ -7,11 +7,12 @@ no table takes a key it does not know. What one table can check alone it checks 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rollout_service.settings.urls import engine_url, http_url
+from rollout_service.settings.problems import FieldProblems, shown
+from rollout_service.settings.urls import DnsName, EnginesFile, engine_entry, engine_url, engines_source, http_url
 
 DAY_S = 86_400.0
 MAX_GROUP_SIZE = 1024
@@ -20,6 +21,8 @@ MAX_COUNT = 1_000_000
 MAX_SLOTS = 100_000
 """Beyond what one process can hold open."""
 TERABYTE = 2**40
+DEFAULT_CEILING = 1024
+"""Of `max_inflight = "auto"`: the largest batch vLLM makes unless it is told otherwise."""
 MAX_VERSION = 2**53 - 1
 """Greatest policy version: every JSON reader still has it exactly."""
 
@@ -45,26 +48,74 @@ def environment_name(value: str) -> str:
     return value
 
 
-class EngineSettings(Table):
-    """`[[engines]]`: one vLLM server."""
+def inflight(value: Any) -> Any:
+    """Checks what may stand as `max_inflight`; one message for both kinds. ValueError says what is wrong."""
+    if value != "auto" and (type(value) is not int or not 1 <= value <= MAX_SLOTS):
+        raise ValueError(f'expected an integer from 1 to {MAX_SLOTS}, or "auto", got {shown(value)}')
+    return value
 
-    url: str = Field(default="http://127.0.0.1:8000", description="Base URL, without /v1.")
-    max_inflight: int = Field(
-        default=256, ge=1, le=MAX_SLOTS, description="Most requests at once to this engine (its --max-num-seqs)."
+
+Inflight = Annotated[int, Field(ge=1, le=MAX_SLOTS)] | Literal["auto"]
+"""Most requests at once to an engine, or "auto": as many as it takes without a queue."""
+
+
+class EngineSettings(Table):
+    """`[[engines]]`: one vLLM server, or a source that lists some."""
+
+    url: str = Field(
+        default="http://127.0.0.1:8000",
+        description="Base URL, without /v1. Or where engines are listed: dns://name:port (each of its addresses is an "
+        "engine), file:path (a URL a line; relative to the working directory). Both are looked at again and again.",
+    )
+    max_inflight: Inflight = Field(
+        default=256,
+        description='Most requests at once to an engine (its --max-num-seqs); "auto": adapted to its queue and cache.',
+    )
+    max_inflight_ceiling: int = Field(
+        default=DEFAULT_CEILING, ge=1, le=MAX_SLOTS, description='What max_inflight = "auto" never goes beyond.'
     )
     api_key_env: str = Field(
-        default="", description="Name of the environment variable that holds the engine's API key; empty: no key."
+        default="", description="Name of the environment variable that holds the API key; empty: no key."
     )
 
     @field_validator("url")
     @classmethod
     def _one_spelling(cls, value: str) -> str:
-        return engine_url(value)
+        return engine_entry(value)
+
+    @field_validator("max_inflight", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: Any) -> Any:
+        return inflight(value)
 
     @field_validator("api_key_env")
     @classmethod
     def _a_name(cls, value: str) -> str:
         return environment_name(value)
+
+    @model_validator(mode="after")
+    def _ceiling_of_something(self) -> Self:
+        if self.max_inflight != "auto" and self.max_inflight_ceiling != DEFAULT_CEILING:
+            what = f'has a meaning only with max_inflight = "auto", and max_inflight is {self.max_inflight}'
+            raise FieldProblems([(("max_inflight_ceiling",), what)])
+        return self
+
+    @property
+    def source(self) -> DnsName | EnginesFile | None:
+        """Where the engines are listed; None where it is one engine."""
+        return engines_source(self.url)
+
+
+class DiscoverySettings(Table):
+    """`[discovery]`: engines that `dns://` and `file:` entries list."""
+
+    interval_s: float = Field(default=5.0, ge=0.1, le=3600, description="Time between two looks at a source.")
+    drain_s: int = Field(
+        default=30,
+        ge=0,
+        le=3600,
+        description="How long what runs on an engine that is listed no more may go on; then it goes to another.",
+    )
 
 
 class PromptsSettings(Table):
@@ -151,6 +202,11 @@ class DispatchSettings(Table):
     probe_interval_s: float = Field(default=2.0, ge=0.01, le=3600, description="Time between two probes of an engine.")
     wait_for_version: int = Field(
         default=0, ge=0, le=MAX_VERSION, description="Nothing is dispatched before this policy version is posted."
+    )
+    cache_salt: bool = Field(
+        default=True,
+        description="Requests of different policy versions share no prefix in an engine's cache: what is cached there "
+        "was computed with the weights of its time. Off only where every update of the weights empties the cache.",
     )
 
 

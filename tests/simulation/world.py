@@ -32,7 +32,8 @@ from rollout_service.engines.faults import (
     StatusFault,
     TransportFault,
 )
-from rollout_service.engines.vllm import AbortMode, EngineInfo, EngineSpec
+from rollout_service.engines.info import AbortMode, EngineInfo
+from rollout_service.engines.vllm import EngineSpec
 from rollout_service.errors import Conflict, Halted, NotFound, QueueFull, ShuttingDown, StoreUnavailable, Unavailable
 from rollout_service.orchestrator import LeaseAnswer, LeaseRequest, LeaseStatus, Orchestrator, Rules
 from rollout_service.rollouts import SingleTurn, SingleTurnSettings
@@ -86,6 +87,7 @@ class ScriptedEngine:
         events: Any,
         clock: Callable[[], float],
         model_name: Callable[[str], str],
+        cache_salt: Callable[[], str | None],
         tracer: Any,
     ) -> None:
         self.id, self.url = id, spec.url
