@@ -82,6 +82,10 @@ class ScriptedEngine:
         self.on_control: Callable[[str, Any], web.Response | Awaitable[web.Response] | None] = lambda path, body: None
         """Answers a weight or pause call in another way."""
         self.paused = False
+        self.metrics: Callable[[], str] | None = None
+        """The text of /metrics; None: there is no such page."""
+        self.before_server_info: Callable[[], Awaitable[Any]] | None = None
+        """Awaited before /server_info is answered."""
         self.silent = False
         """/weight_info answers 503."""
         self.asked: list[Asked] = []
@@ -200,7 +204,11 @@ class ScriptedEngine:
             if isinstance(self.models, bytes):
                 return web.Response(body=self.models, status=self.models_status)
             return web.json_response(self.models, status=self.models_status)
+        if path == "/metrics" and self.metrics is not None:
+            return web.Response(text=self.metrics())
         if path == "/server_info" and self.dev_mode:
+            if self.before_server_info is not None:
+                await self.before_server_info()
             return web.json_response(self.server_info)
         if self.weight_version is not None and path in WEIGHT_ROUTES:
             return await self._weights(request)

@@ -58,12 +58,13 @@ class VllmServer(Process):
         log: Path,
         *,
         max_model_len: int = 4096,
+        port: int | None = None,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """`flags` and `env` add to the command line and the environment."""
+        """`port` None takes a free one; `flags` and `env` add to the command line and the environment."""
         self.model = model
-        port = free_port()
+        port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{port}"
         # Out of the repository: a module of the same name in the working directory would shadow one of the engine's.
         super().__init__(

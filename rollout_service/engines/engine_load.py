@@ -42,6 +42,8 @@ class EngineLoad:
         """`limit`: requests at once, or "auto": as many as it bears, `ceiling` at most."""
         self.in_flight = 0
         """Our requests there."""
+        self.given = 0
+        """Requests it was ever given."""
         self.report: LoadReport | None = None
         """What it reported last; None: nothing, or nothing lately."""
         self.readable = True

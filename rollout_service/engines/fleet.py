@@ -280,6 +280,7 @@ class Fleet:
 
     def _take(self, member: Member, wish: Wish) -> None:
         member.load.in_flight += 1
+        member.load.given += 1
         if len(self._members) > 1:
             self._homes.settle(wish.group, wish.session, member)
 

@@ -88,6 +88,7 @@ class Member:
         self._failed_probe = True
         self._nudge = asyncio.Event()
         self._verifying: asyncio.Task[bool] | None = None
+        self._confirming: asyncio.Task[None] | None = None
         self._warned_unreadable = False
         self._warned_unversioned = False
 
@@ -104,6 +105,10 @@ class Member:
     @property
     def in_flight(self) -> int:
         return self.load.in_flight
+
+    @property
+    def given(self) -> int:
+        return self.load.given
 
     @property
     def limit(self) -> int:
@@ -150,6 +155,7 @@ class Member:
             "max_model_len": info.max_model_len if info else None,
             "logprobs_mode": info.logprobs_mode if info else None,
             "abort": info.abort.value if info else None,
+            "priorities": info.priorities if info else False,
             "weight_version": self.weights.reported,
             "behind": self.weights.why_behind is not None,
             "leaving": self.leaving,
@@ -367,9 +373,10 @@ class Member:
                 delay = min(RECHECK_S, interval)
 
     async def close(self) -> None:
-        if self._verifying is not None and not self._verifying.done():
-            self._verifying.cancel()
-            await asyncio.wait({self._verifying})
+        for task in (self._verifying, self._confirming):
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait({task})
         if self._broken_off:
             await asyncio.wait(self._broken_off, timeout=CLOSE_S)
         await self.engine.close()
@@ -406,8 +413,10 @@ class Member:
         return why is None
 
     async def _learn(self) -> None:
-        info = await self.engine.learn("" if self._settings.model_per_version else self._settings.model)
-        self._check_logprobs(info)
+        if self._any_logprobs and await self.engine.is_back(self._model):
+            self._confirm()
+        else:
+            self._check_logprobs(await self.engine.learn(self._model))
         self._failed_probe = False
         self._strikes = 0
         self.detokenizes = True
@@ -420,8 +429,33 @@ class Member:
             return
         self.error = None
         self.healthy = True
-        log.info("engine_healthy", engine=self.engine.url, model=info.model, max_model_len=info.max_model_len)
+        info = self.engine.info
+        log.info("engine_healthy", engine=self.engine.url, **({} if info is None else {"model": info.model}))
         self._changed()
+
+    @property
+    def _model(self) -> str:
+        return "" if self._settings.model_per_version else self._settings.model
+
+    @property
+    def _any_logprobs(self) -> bool:
+        """Whether logprobs are right whichever mode the server has."""
+        return self._settings.temperature == 1 or self._settings.allow_raw_logprobs
+
+    def _confirm(self) -> None:
+        """Read the rest beside its work: a server that was started anew may have been started otherwise."""
+        if self._confirming is None or self._confirming.done():
+            self._confirming = asyncio.get_running_loop().create_task(self._confirmed(), name="engine-confirm")
+
+    async def _confirmed(self) -> None:
+        try:
+            self._check_logprobs(await self.engine.learn(self._model))
+        except EngineFault as fault:
+            log.info("engine_not_confirmed", engine=self.engine.url, error=str(fault))  # its probes tell what it is
+        except ConfigError as wrong:
+            self._take_out(str(wrong))
+        except Exception:  # nobody waits for this task; what it met must not go unseen
+            log.exception("engine_confirm_failed", engine=self.engine.url)
 
     def _check_logprobs(self, info: EngineInfo) -> None:
         url, mode, temperature = self.engine.url, info.logprobs_mode, self._settings.temperature

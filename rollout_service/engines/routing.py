@@ -44,6 +44,11 @@ class Load(Protocol):
         ...
 
     @property
+    def given(self) -> int:
+        """Requests it was ever given: between equals the turn goes round."""
+        ...
+
+    @property
     def limit(self) -> int:
         """How many it may have, >= 1."""
         ...
@@ -76,7 +81,7 @@ def choose(
     able = [engine for engine in engines if engine.open and not (sure and engine.doubtful and engine.in_flight)]
     if not able:
         return None
-    best = min(able, key=lambda engine: (engine is avoid, engine.pressed, load(engine), engine.in_flight))
+    best = min(able, key=lambda engine: (engine is avoid, engine.pressed, load(engine), engine.given))
     for one, factor in ((session, SESSION_FACTOR), (home, HOME_FACTOR)):
         if one is not None and one is not avoid and _stays(one, best, able, factor):
             return one

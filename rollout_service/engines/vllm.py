@@ -261,6 +261,14 @@ class VllmEngine:
             return f"/health: {_words(error)}"
         return None if status == 200 else f"/health: HTTP {status}"
 
+    async def is_back(self, model: str) -> bool:
+        """Whether it serves what it served when it was learnt; `model` as for `learn`, which tells the rest.
+
+        Quick: a vLLM that has just started takes up to 12 s to answer its first /server_info. Raises as `learn`.
+        """
+        known = self.info
+        return known is not None and await self._served(model) == (known.model, known.max_model_len)
+
     async def learn(self, model: str) -> EngineInfo:
         """Read what the engine serves; `model`: the configured name, or empty for what it serves first.
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,21 @@ class Service:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
-    """Starts services: `service(engine_url, groups={"max_staleness": 1}, …)`; tables are merged over the defaults."""
+    """Starts services: `service(engine_url, groups={"max_staleness": 1}, …)`; tables are merged over the defaults.
+
+    `files` (name -> text) stand beside its configuration.
+    """
     with contextlib.ExitStack() as started:
 
-        def start(*engine_urls: str, model: str = MODEL_NAME, **tables: dict[str, Any]) -> Service:
+        def start(
+            *engine_urls: str, model: str = MODEL_NAME, files: Mapping[str, str] | None = None, **tables: dict[str, Any]
+        ) -> Service:
             port = free_port()
             folder = tmp_path / f"service-{port}"
             folder.mkdir()
             (folder / "rollout.toml").write_text(configuration(engine_urls, tables, model))
-            (folder / "e2e_rewards.py").write_text(REWARD)
+            for name, text in {"e2e_rewards.py": REWARD, **(files or {})}.items():
+                (folder / name).write_text(text)
             command = [sys.executable, "-m", "rollout_service", "serve", "--config", "rollout.toml"]
             environ = {"PYTHONPATH": str(REPOSITORY)}
             process = Process(

@@ -103,6 +103,9 @@ class ScriptedEngine:
         )
         return self.info
 
+    async def is_back(self, model: str) -> bool:
+        return await self.learn(model) is not None
+
     async def probe(self, timeout_s: float) -> str | None:
         return "connection refused" if self.url in self.world.down else None
 
