@@ -182,7 +182,6 @@ class Discovery:
     def _listed(self, key: Key, spec: EngineSpec, member: Engine | None) -> None:
         if member is not None and not member.leaving:
             self._members[key] = member.engine.id
-            self._kept_out.discard(key)
         elif key in self._members:  # whatever is removed here is among the changes until it is gone
             self._forget(key)
             self._kept_out.add(key)
@@ -230,7 +229,6 @@ class Discovery:
             self._members[key] = member.engine.id
             if new:
                 self._ours[key] = member.engine.id
-            self._said.pop(key, None)
         finally:
             call.cancel()
 

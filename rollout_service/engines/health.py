@@ -1,11 +1,10 @@
 """One engine of the fleet: whether it may be given work.
 
-What always holds: an engine gets work only after it was learnt (model, context, logprobs) and while its last probe
-succeeded; a failed probe takes it out at once, `STRIKES` transport errors or 5xx in a row do so too, and only a probe
-that succeeds brings it back, half-open: one that its requests took out, or that failed `DOUBTS` of them in a row for
-whatever reason, is doubtful until one succeeds there. An engine that is wrong for the run (another model), or behind it
-(older weights), stays out, with `error` saying why. While an engine loads weights it gets no new work. One that is
-leaving the fleet gets no work any more, is probed only, and is waited for by nobody who loads weights.
+What always holds: an engine gets work only after it was learnt and while its last probe succeeded; a failed probe takes
+it out at once, its requests do so as `trust` says, and only a probe that succeeds brings it back. An engine that is
+wrong for the run (another model), or behind it (older weights), stays out, with `error` saying why. While an engine
+loads weights it gets no new work. One that is leaving the fleet gets no work any more, is probed only, and is waited
+for by nobody who loads weights.
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ import structlog
 
 from rollout_service.core.model import Turn, WeightUpdate
 from rollout_service.engines.engine_load import EngineLoad
-from rollout_service.engines.faults import EngineFault, EngineRemoved, StatusFault
-from rollout_service.engines.info import EngineInfo
+from rollout_service.engines.faults import EngineFault, StatusFault
+from rollout_service.engines.learning import Learning
 from rollout_service.engines.requests import GenerateRequest
+from rollout_service.engines.running import Running
 from rollout_service.engines.settings import FleetSettings
+from rollout_service.engines.trust import Trust
 from rollout_service.engines.vllm import EngineSpec, VllmEngine
 from rollout_service.engines.weights import FleetReports, LoadFailed, WeightStanding, load, weight_version
 from rollout_service.errors import ConfigError
 
-STRIKES = 3
-"""Transport errors or 5xx in a row that take an engine out (design 3.2.5)."""
-DOUBTS = 3
-"""Failures of any kind in a row after which an engine gets one request at a time while others can: a fleet must not
-lose its prompts to one server that refuses everything at once and is therefore always the least loaded."""
 LOOK_S = 1.0
 """Between two looks at the load of an engine whose limit follows it; others are looked at as often as probed."""
 RECHECK_S = 0.5
@@ -64,32 +60,26 @@ class Member:
         self.engine = engine
         self.load = EngineLoad(spec.max_inflight, spec.ceiling, clock=clock)
         self.healthy = False
-        self.suspect = False
-        """Taken out by request errors and without a success since: one more takes it out again."""
         self.detokenizes = True
         self.error: str | None = "not contacted yet"
         self.weights = WeightStanding(reports)
         self.current: WeightUpdate | None = None
         """The last weights that were loaded into the fleet: what it is given when it comes back without them."""
         self._settings = settings
+        self._clock = clock
         self._changed = changed
         self._version = version
-        self._leaving = asyncio.Event()
-        self._running: set[asyncio.Timeout] = set()
-        """Of each request that is at the engine: what ends it early."""
-        self._empty = asyncio.Event()
-        """Set when it is leaving and nothing runs there any more."""
+        self._running = Running(engine)
+        self._trust = Trust()
+        self._learning = Learning(engine, settings, refuse=self._take_out)
         self._broken_off: set[asyncio.Task[LoadFailed | None]] = set()
         self._alone = alone
         self._loading = 0
         self._one_load = asyncio.Lock()
         self._catch_up_from = -math.inf
-        self._strikes = self._failures = 0
         self._failed_probe = True
         self._nudge = asyncio.Event()
         self._verifying: asyncio.Task[bool] | None = None
-        self._confirming: asyncio.Task[None] | None = None
-        self._warned_unreadable = False
         self._warned_unversioned = False
 
     @property
@@ -100,7 +90,12 @@ class Member:
     @property
     def doubtful(self) -> bool:
         """Whether it gets one request at a time while others can."""
-        return self.suspect or self._failures >= DOUBTS
+        return self._trust.doubtful
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether it may be given the one request that finds out whether it works again."""
+        return self.doubtful and not self.load.in_flight and self._trust.may_try(self._clock())
 
     @property
     def in_flight(self) -> int:
@@ -125,7 +120,7 @@ class Member:
     @property
     def leaving(self) -> bool:
         """Whether it is being removed from the fleet."""
-        return self._leaving.is_set()
+        return self._running.leaving
 
     @property
     def usable(self) -> bool:
@@ -168,21 +163,7 @@ class Member:
         self, request: GenerateRequest, request_id: str, *, timeout_s: float, fresh: bool = False
     ) -> Turn:
         """As the engine's own; EngineRemoved where it is leaving, or leaves meanwhile and is out of patience."""
-        if self.leaving:
-            raise EngineRemoved(f"{self.engine.url} is being removed")
-        try:
-            async with asyncio.timeout(None) as running:
-                self._running.add(running)
-                try:
-                    return await self.engine.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
-                finally:
-                    self._running.discard(running)
-                    if not self._running and self.leaving:
-                        self._empty.set()
-        except TimeoutError:
-            if not running.expired():
-                raise
-            raise EngineRemoved(f"{self.engine.url} was removed") from None
+        return await self._running.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
 
     def resize(self, spec: EngineSpec) -> None:
         """Take as many requests at once as `spec` says from now on; those beyond it that run already go on."""
@@ -191,47 +172,42 @@ class Member:
 
     def leave(self) -> None:
         """No work from this moment on. Does not come back."""
-        self._leaving.set()
-        if not self._running:
-            self._empty.set()
+        self._running.leave()
         self._changed()
 
     def recall(self) -> None:
         """End what runs there: it is aborted at the engine, and its callers get EngineRemoved."""
-        now = asyncio.get_running_loop().time()
-        for running in self._running:
-            running.reschedule(now)
+        self._running.recall()
 
     async def emptied(self) -> None:
         """Wait until it is leaving and no request runs there."""
-        await self._empty.wait()
+        await self._running.emptied()
 
     # -- what requests tell
 
     def succeeded(self) -> None:
-        if self._failures:
-            doubted = self.doubtful
-            self._strikes = self._failures = 0
-            self.suspect = False
-            if doubted:
-                self._changed()  # it takes all it can again
+        if not self._trust.failures:
+            return
+        doubted = self.doubtful
+        self._trust.succeeded()
+        if doubted:
+            self._changed()  # it takes all it can again
 
     def failed(self, fault: EngineFault) -> None:
         """A request failed there for `fault`."""
         doubted = self.doubtful
-        self._failures += 1
-        if isinstance(fault, StatusFault) and fault.status in (429, 503) and self.load.refused():
-            self._changed()
-        elif self.doubtful and not doubted:
-            log.warning("engine_doubtful", engine=self.engine.url, failures=self._failures, last=str(fault))
+        self._trust.failed(self._clock())
+        lowered = isinstance(fault, StatusFault) and fault.status in (429, 503) and self.load.refused()
+        doubts = self.doubtful and not doubted
+        if doubts:
+            log.warning("engine_doubtful", engine=self.engine.url, failures=self._trust.failures, last=str(fault))
+        if lowered or doubts:
             self._changed()
 
     def struck(self, why: str) -> None:
         """A request met a transport error or a 5xx."""
-        self._strikes += 1
-        if self.healthy and self._strikes >= (1 if self.suspect else STRIKES):
-            self.suspect = True
-            self._take_out(f"{self._strikes} failed requests in a row, the last: {why}")
+        if self.healthy and self._trust.struck():
+            self._take_out(f"{self._trust.strikes} failed requests in a row, the last: {why}")
             self._nudge.set()
 
     async def verify(self) -> bool:
@@ -251,7 +227,7 @@ class Member:
         """
         loop = asyncio.get_running_loop()
         load = loop.create_task(self._load(update), name="engine-load")
-        leaves = loop.create_task(self._leaving.wait(), name="engine-leaves")
+        leaves = loop.create_task(self._running.left(), name="engine-leaves")
         try:
             await asyncio.wait({load, leaves}, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
@@ -373,10 +349,10 @@ class Member:
                 delay = min(RECHECK_S, interval)
 
     async def close(self) -> None:
-        for task in (self._verifying, self._confirming):
-            if task is not None and not task.done():
-                task.cancel()
-                await asyncio.wait({task})
+        if self._verifying is not None and not self._verifying.done():
+            self._verifying.cancel()
+            await asyncio.wait({self._verifying})
+        await self._learning.close()
         if self._broken_off:
             await asyncio.wait(self._broken_off, timeout=CLOSE_S)
         await self.engine.close()
@@ -407,18 +383,14 @@ class Member:
         why = await self.engine.probe(min(5.0, max(1.0, interval)))
         self._failed_probe = why is not None
         if why is not None:
-            self.suspect = False  # it was down, which says nothing against it once it is up
-            self._failures = 0
+            self._trust.down()
             self._take_out(why)
         return why is None
 
     async def _learn(self) -> None:
-        if self._any_logprobs and await self.engine.is_back(self._model):
-            self._confirm()
-        else:
-            self._check_logprobs(await self.engine.learn(self._model))
+        await self._learning.learn()
         self._failed_probe = False
-        self._strikes = 0
+        self._trust.back()
         self.detokenizes = True
         self.load.restarted()
         await self._look_at_weights()
@@ -432,50 +404,6 @@ class Member:
         info = self.engine.info
         log.info("engine_healthy", engine=self.engine.url, **({} if info is None else {"model": info.model}))
         self._changed()
-
-    @property
-    def _model(self) -> str:
-        return "" if self._settings.model_per_version else self._settings.model
-
-    @property
-    def _any_logprobs(self) -> bool:
-        """Whether logprobs are right whichever mode the server has."""
-        return self._settings.temperature == 1 or self._settings.allow_raw_logprobs
-
-    def _confirm(self) -> None:
-        """Read the rest beside its work: a server that was started anew may have been started otherwise."""
-        if self._confirming is None or self._confirming.done():
-            self._confirming = asyncio.get_running_loop().create_task(self._confirmed(), name="engine-confirm")
-
-    async def _confirmed(self) -> None:
-        try:
-            self._check_logprobs(await self.engine.learn(self._model))
-        except EngineFault as fault:
-            log.info("engine_not_confirmed", engine=self.engine.url, error=str(fault))  # its probes tell what it is
-        except ConfigError as wrong:
-            self._take_out(str(wrong))
-        except Exception:  # nobody waits for this task; what it met must not go unseen
-            log.exception("engine_confirm_failed", engine=self.engine.url)
-
-    def _check_logprobs(self, info: EngineInfo) -> None:
-        url, mode, temperature = self.engine.url, info.logprobs_mode, self._settings.temperature
-        if mode is None:
-            if not self._warned_unreadable:
-                self._warned_unreadable = True
-                log.warning(
-                    "engine_logprobs_mode_unreadable",
-                    engine=url,
-                    detail="at a temperature other than 1 it must run with --logprobs-mode processed_logprobs",
-                )
-        elif mode.endswith("_logits"):
-            raise ConfigError(
-                f"engine {url} gives logits, not logprobs: start it with --logprobs-mode processed_logprobs"
-            )
-        elif mode == "raw_logprobs" and temperature != 1 and not self._settings.allow_raw_logprobs:
-            raise ConfigError(
-                f"engine {url} gives logprobs from before the temperature, and sampling.temperature is "
-                f"{temperature:g}: start it with --logprobs-mode processed_logprobs, or set sampling.allow_raw_logprobs"
-            )
 
     def _take_out(self, why: str) -> None:
         was, before = self.healthy, self.error

@@ -1,9 +1,9 @@
 """Which engine gets the next request: one function, which decides by what it is shown and changes nothing.
 
 What always holds: a request goes only to an engine that is open to it; back to the engine it failed at only where no
-other is; to a doubtful engine (half-open) one at a time while another could take it. It goes home, to the engine that
-has its prefix cached, as long as that one is not loaded past a bound; else to the least loaded one. Load is the share
-of its limit that an engine has in use: our requests and those of others.
+other is; to a doubtful engine (half-open) on trial only, one at a time, while another is sure. It goes home, to the
+engine that has its prefix cached, as long as that one is not loaded past a bound; else to the least loaded one. Load is
+the share of its limit that an engine has in use: our requests and those of others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ class Load(Protocol):
 
     @property
     def doubtful(self) -> bool:
-        """It failed last: until a request succeeds there it gets them one at a time."""
+        """It failed last: until a request succeeds there it gets them on trial."""
+        ...
+
+    @property
+    def on_trial(self) -> bool:
+        """It is doubtful, nothing of ours runs there, and it is time to find out whether it works again."""
         ...
 
     @property
@@ -78,7 +83,7 @@ def choose(
     if len(engines) == 1:
         return engines[0] if engines[0].open else None
     sure = any(engine.usable and not engine.doubtful for engine in engines)
-    able = [engine for engine in engines if engine.open and not (sure and engine.doubtful and engine.in_flight)]
+    able = [engine for engine in engines if engine.open and (engine.on_trial or not (sure and engine.doubtful))]
     if not able:
         return None
     best = min(able, key=lambda engine: (engine is avoid, engine.pressed, load(engine), engine.given))
@@ -94,11 +99,11 @@ def load(engine: Load) -> float:
 
 
 def capacity(engines: Sequence[Load]) -> int:
-    """Requests that `engines` take at once: of a doubtful one what it has, and one where it has none."""
+    """Requests that `engines` take at once: of a doubtful one what it has, and the one on trial."""
     usable = [engine for engine in engines if engine.usable]
     if all(engine.doubtful for engine in usable):
         return sum(engine.limit for engine in usable)
-    return sum(max(1, engine.in_flight) if engine.doubtful else engine.limit for engine in usable)
+    return sum(engine.in_flight + engine.on_trial if engine.doubtful else engine.limit for engine in usable)
 
 
 def _stays(one: E, best: E, able: Sequence[E], factor: float) -> bool:

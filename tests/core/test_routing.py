@@ -17,11 +17,16 @@ class Engine:
     usable: bool = True
     loading: bool = False
     doubtful: bool = False
+    resting: bool = False
     in_flight: int = 0
     given: int = 0
     limit: int = 100
     foreign: int = 0
     pressed: bool = False
+
+    @property
+    def on_trial(self) -> bool:
+        return self.doubtful and not self.in_flight and not self.resting
 
     @property
     def open(self) -> bool:
@@ -106,8 +111,10 @@ def test_a_retry_goes_elsewhere_and_back_only_where_there_is_nothing_else() -> N
 def test_a_doubtful_engine_gets_one_request_at_a_time_while_another_is_sure() -> None:
     doubtful, sure = Engine(doubtful=True), Engine(in_flight=10)
     assert choose([doubtful, sure]) is doubtful, "one request finds out"
-    doubtful.in_flight = 1
-    assert choose([doubtful, sure]) is sure
+    doubtful.resting = True
+    assert choose([doubtful, sure]) is sure, "not before its time"
+    doubtful.resting, doubtful.in_flight = False, 1
+    assert choose([doubtful, sure]) is sure, "and not a second one"
     sure.in_flight = 100
     assert choose([doubtful, sure]) is None, "what finds no room elsewhere waits"
     sure.usable = False
@@ -118,6 +125,7 @@ def test_the_capacity_counts_a_doubtful_engine_with_what_it_has_while_another_is
     sure, doubtful, out = Engine(), Engine(doubtful=True), Engine(usable=False)
     assert capacity([sure, doubtful, out]) == 101
     assert capacity([sure, replace(doubtful, in_flight=7)]) == 107
+    assert capacity([sure, replace(doubtful, resting=True)]) == 100
     assert capacity([doubtful, replace(doubtful)]) == 200
     assert capacity([]) == 0
 
@@ -127,6 +135,7 @@ engines = st.builds(
     usable=st.booleans(),
     loading=st.booleans(),
     doubtful=st.booleans(),
+    resting=st.booleans(),
     in_flight=st.integers(0, 12),
     given=st.integers(0, 50),
     limit=st.integers(1, 12),
@@ -143,11 +152,11 @@ def test_whatever_the_fleet_looks_like(fleet: list[Engine], data: st.DataObject)
     opened = [engine for engine in fleet if engine.open]
     sure = any(engine.usable and not engine.doubtful for engine in fleet)
     if chosen is None:
-        assert all(sure and engine.doubtful and engine.in_flight for engine in opened)
+        assert all(sure and engine.doubtful and not engine.on_trial for engine in opened)
         return
     assert chosen.open
     if len(fleet) > 1:
-        able = [engine for engine in opened if not (sure and engine.doubtful and engine.in_flight)]
+        able = [engine for engine in opened if engine.on_trial or not (sure and engine.doubtful)]
         assert chosen in able
         assert chosen is not avoid or able == [avoid]
         if chosen not in (session, home):

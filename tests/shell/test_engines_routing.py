@@ -136,7 +136,7 @@ async def test_an_engine_that_refuses_everything_at_once_does_not_get_all_the_wo
         good.script = slow
         outcomes = await asyncio.gather(*(generate(fleet) for _ in range(100)), return_exceptions=True)
         failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        assert len(failed) == len(bad.asked) < 40
+        assert len(failed) == len(bad.asked) < 12
         assert fleet.describe()[0]["doubtful"]
         assert fleet.healthy_capacity() <= 5, "nor is it counted as room for more"
 
@@ -152,7 +152,7 @@ async def test_one_success_ends_the_doubt() -> None:
                 failures += 1
         assert failures == 3
         one.script = lambda asked: Reply()
-        assert fleet.healthy_capacity() == 65
+        assert fleet.healthy_capacity() == 64
         while fleet.describe()[0]["doubtful"]:
             await generate(fleet)
         assert fleet.healthy_capacity() == 128
