@@ -37,12 +37,15 @@ PLAIN = {"Accept-Encoding": "identity"}
 
 
 class Flight:
-    """Whether the connection of one request was opened for it; kept in a context variable of its task."""
+    """What became of the connection of one request; kept in a context variable of its task."""
 
-    __slots__ = ("opened",)
+    __slots__ = ("connecting", "opened")
 
     def __init__(self) -> None:
         self.opened = False
+        """It was opened for this request."""
+        self.connecting = False
+        """It is being opened."""
 
 
 FLIGHT: ContextVar[Flight | None] = ContextVar("rollout_engine_flight", default=None)
@@ -53,8 +56,11 @@ class _Connector(aiohttp.TCPConnector):
 
     async def _create_connection(self, *args: Any, **kwargs: Any) -> Any:
         if (flight := FLIGHT.get()) is not None:
-            flight.opened = True
-        return await super()._create_connection(*args, **kwargs)
+            flight.opened = flight.connecting = True
+        connection = await super()._create_connection(*args, **kwargs)
+        if flight is not None:
+            flight.connecting = False
+        return connection
 
 
 class EngineClients:
@@ -101,7 +107,9 @@ def answer_limit(sent: int, max_tokens: int | None, token_bytes: int = TOKEN_BYT
 
 
 async def read_answer(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """The body of `response`. BadAnswer where it is encoded, or longer than `limit`; its connection is closed then.
+    """The body of `response`. BadAnswer where it is encoded, or longer than `limit`.
+
+    Its connection is closed unless all of it was read, also where this is cancelled.
 
     Of an error no more than `MAX_CONTROL_ANSWER` bytes are read, and what is there is returned: it is only for people.
     """
@@ -115,12 +123,16 @@ async def read_answer(response: aiohttp.ClientResponse, limit: int) -> bytes:
         wrong = f"the answer is longer than {limit} bytes"
     parts: list[bytes] = []
     size = 0
-    while wrong is None and (part := await response.content.readany()):
-        parts.append(part)
-        size += len(part)
-        if size > limit:
-            # What is left is not worth reading, and an endless answer has no end to wait for.
-            wrong = f"the answer is longer than {limit} bytes"
+    try:
+        while wrong is None and (part := await response.content.readany()):
+            parts.append(part)
+            size += len(part)
+            if size > limit:
+                # What is left is not worth reading, and an endless answer has no end to wait for.
+                wrong = f"the answer is longer than {limit} bytes"
+    except BaseException:
+        response.close()
+        raise
     if wrong is not None:
         response.close()
         if not failed:

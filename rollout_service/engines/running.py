@@ -7,6 +7,7 @@ there, and only then.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from rollout_service.core.model import Turn
 from rollout_service.engines.faults import EngineRemoved
@@ -19,8 +20,8 @@ class Running:
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
-        self._requests: set[asyncio.Timeout] = set()
-        """Of each request: what ends it early."""
+        self._requests: set[asyncio.Task[Any]] = set()
+        self._recalled: set[asyncio.Task[Any]] = set()
         self._leaving = asyncio.Event()
         self._empty = asyncio.Event()
 
@@ -33,19 +34,20 @@ class Running:
         """As the engine's own; EngineRemoved where it is leaving, or leaves meanwhile and is out of patience."""
         if self.leaving:
             raise EngineRemoved(f"{self._engine.url} is being removed")
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - for mypy: a coroutine runs in a task
+        self._requests.add(task)
         try:
-            async with asyncio.timeout(None) as running:
-                self._requests.add(running)
-                try:
-                    return await self._engine.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
-                finally:
-                    self._requests.discard(running)
-                    if not self._requests and self.leaving:
-                        self._empty.set()
-        except TimeoutError:
-            if not running.expired():
-                raise
+            return await self._engine.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
+        except asyncio.CancelledError:
+            if task not in self._recalled or task.uncancel():
+                raise  # somebody else ends it too
             raise EngineRemoved(f"{self._engine.url} was removed") from None
+        finally:
+            self._recalled.discard(task)
+            self._requests.discard(task)
+            if self.leaving and not self._requests:
+                self._empty.set()
 
     def leave(self) -> None:
         """No request from this moment on. Does not come back."""
@@ -55,9 +57,9 @@ class Running:
 
     def recall(self) -> None:
         """End what runs: it is aborted at the engine, and its callers get EngineRemoved."""
-        now = asyncio.get_running_loop().time()
-        for running in self._requests:
-            running.reschedule(now)
+        for task in self._requests - self._recalled:
+            self._recalled.add(task)
+            task.cancel()
 
     async def left(self) -> None:
         """Wait until the engine is leaving."""

@@ -45,6 +45,8 @@ from rollout_service.errors import ConfigError
 
 CONNECT_S = 10.0
 """A host that does not answer a connect in this time is down."""
+CONNECT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+"""The rest is timed here: aiohttp's own timer costs as much as the whole of a decoded answer."""
 STALE_WITHIN_S = 5.0
 """A lost race against an idle close shows within a round trip; what breaks later was the engine's doing."""
 MODELS_TIMEOUT_S = 5.0
@@ -111,7 +113,6 @@ class VllmEngine:
         self._headers = {"Content-Type": "application/json", **self._auth}
         self._routes = {route: URL(self._base + route.path) for route in Route}
         self._detokenize = URL(self._base + "/detokenize")
-        self._usual: aiohttp.ClientTimeout | None = None
         self._out: dict[str, float] = {}
         self._aborts = AbortBatch(self._abort, events, clock=clock, url=self.url)
         self._close_only_said = False
@@ -154,21 +155,25 @@ class VllmEngine:
         sent_at = self._out[abort_id] = self._clock()
         answered = False
         try:
-            async with session.post(
-                self._routes[route],
-                data=body if len(body) <= LARGE_BODY else _pieces(body),
-                headers={**self._headers, "X-Request-Id": request_id, **headers},
-                timeout=self._timeout(timeout_s),
-                allow_redirects=False,
-            ) as response:
+            async with asyncio.timeout(timeout_s):
+                # Without `async with`, which would cost a task switch more: read_answer reads to the end, or closes.
+                response = await session.post(
+                    self._routes[route],
+                    data=body if len(body) <= LARGE_BODY else _pieces(body),
+                    headers={**self._headers, "X-Request-Id": request_id, **headers},
+                    timeout=CONNECT,
+                    allow_redirects=False,
+                )
                 answered = True
                 raw = await read_answer(response, limit)
         except (asyncio.CancelledError, BadAnswer):
             self._aborts.add(abort_id, sent_at)
             raise
         except aiohttp.ConnectionTimeoutError as error:
-            raise TransportFault(f"no connection to {self.url} in {min(CONNECT_S, timeout_s):g} s") from error
+            raise TransportFault(f"no connection to {self.url} in {CONNECT_S:g} s") from error
         except TimeoutError as error:
+            if flight.connecting:
+                raise TransportFault(f"no connection to {self.url} in {timeout_s:.3g} s") from error
             self._aborts.add(abort_id, sent_at)
             raise RequestTimeout(f"no answer in {timeout_s:.3g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -188,14 +193,6 @@ class VllmEngine:
         if flight.opened or self._clock() - sent_at > STALE_WITHIN_S:
             return TransportFault(detail)
         return StaleConnection(detail)
-
-    def _timeout(self, seconds: float) -> aiohttp.ClientTimeout:
-        # The usual limit comes first and again and again; what is left of a deadline is different every time.
-        if self._usual is not None and self._usual.total == seconds:
-            return self._usual
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_S, seconds))
-        self._usual = self._usual or timeout
-        return timeout
 
     # -- aborting
 
@@ -301,7 +298,7 @@ class VllmEngine:
                 self._detokenize,
                 data=body if len(body) <= LARGE_BODY else _pieces(body),
                 headers=self._headers,
-                timeout=self._timeout(DETOKENIZE_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=DETOKENIZE_TIMEOUT_S, sock_connect=CONNECT_S),
                 allow_redirects=False,
             ) as response:
                 raw = await read_answer(response, answer_limit(len(body), len(ids)))
