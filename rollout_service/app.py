@@ -352,7 +352,12 @@ def _lease_bytes(settings: Settings) -> int:
 
 def _engine_specs(settings: Settings) -> list[EngineSpec]:
     return [
-        EngineSpec(url=engine.url, max_inflight=engine.max_inflight, api_key=os.environ.get(engine.api_key_env, ""))
+        EngineSpec(
+            url=engine.url,
+            max_inflight=engine.max_inflight,
+            ceiling=engine.max_inflight_ceiling,
+            api_key=os.environ.get(engine.api_key_env, ""),
+        )
         for engine in settings.engines
     ]
 
@@ -371,6 +376,8 @@ def _fleet_settings(settings: Settings) -> FleetSettings:
         adapters_kept=settings.groups.max_staleness + 2,
         addable=settings.registration.patterns,
         max_engines=max(settings.registration.max_engines, len(settings.engines)),
+        discovery_interval_s=settings.discovery.interval_s,
+        discovery_drain_s=settings.discovery.drain_s,
         added_api_key=os.environ.get(settings.registration.api_key_env, ""),
     )
 

@@ -365,6 +365,14 @@ class _Gauges(Collector):
         yield _labelled("rollout_engine_behind", "1 while it lacks the run's weights", "engine", behind)
         bound = {engine["id"]: engine["max_inflight"] for engine in engines}
         yield _labelled("rollout_engine_slots", "Most requests at once to an engine", "engine", bound)
+        doubtful = {engine["id"]: engine.get("doubtful", False) for engine in engines}
+        yield _labelled("rollout_engine_doubtful", "1 while it gets requests on trial only", "engine", doubtful)
+        for name, text, field in (
+            ("rollout_engine_waiting", "Requests in an engine's own queue, as it last said", "waiting"),
+            ("rollout_engine_kv_usage_ratio", "Share of its KV cache in use, as it last said", "kv_usage"),
+        ):
+            said = {engine["id"]: engine[field] for engine in engines if engine.get(field) is not None}
+            yield _labelled(name, text, "engine", said)
 
 
 def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -17,7 +17,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -355,12 +355,13 @@ class Core:
         """The fleet: health, load, in flight."""
         return _rows((yield from self._call("GET", "/engines")), "engines")
 
-    def add_engine(self, url: str, max_inflight: int | None = None) -> Flow[dict[str, Any]]:
+    def add_engine(self, url: str, max_inflight: int | Literal["auto"] | None = None) -> Flow[dict[str, Any]]:
         """Add an engine until the service's next restart; its description, as in `engines`.
 
-        One that is there already takes `max_inflight`, where given; one that does not answer yet is added with
-        `healthy` false and used as soon as it answers. `Forbidden`: outside the service's `registration.allowed`;
-        `Conflict`: what answers there is wrong for the run, or there are too many.
+        `max_inflight`: requests at once, or "auto": as many as it takes without a queue, 1024 at most. One that is
+        there already takes it, where given; one that does not answer yet is added with `healthy` false and used as
+        soon as it answers. `Forbidden`: outside the service's `registration.allowed`; `Conflict`: what answers there is
+        wrong for the run, or there are too many.
         """
         body = {"url": url} | ({} if max_inflight is None else {"max_inflight": max_inflight})
         timeout_s = self.timeout_s + FIRST_CONTACT_S

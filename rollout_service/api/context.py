@@ -19,6 +19,7 @@ from rollout_service.observers import History
 from rollout_service.orchestrator import Rewound
 from rollout_service.orchestrator.views import GroupView, LeaseAnswer, LeaseRequest, StatusView, Submission
 from rollout_service.settings import Settings
+from rollout_service.settings.tables import Inflight
 
 
 class Orchestrator(Protocol):
@@ -83,7 +84,7 @@ class Fleet(Protocol):
 
     def healthy_capacity(self) -> int: ...
 
-    async def add_engine(self, url: str, max_inflight: int | None = None) -> tuple[dict[str, Any], bool]:
+    async def add_engine(self, url: str, max_inflight: Inflight | None = None) -> tuple[dict[str, Any], bool]:
         """Its description, and whether it is new."""
 
     async def remove_engine(self, id: str, *, drain_s: float) -> dict[str, Any]:

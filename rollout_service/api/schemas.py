@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from rollout_service.core.model import GroupState
 from rollout_service.prompts.rows import MAX_EPOCH, MAX_ID_CHARACTERS
 from rollout_service.settings import SamplingOverrides
-from rollout_service.settings.tables import MAX_GROUP_SIZE, MAX_SLOTS, MAX_VERSION
+from rollout_service.settings.tables import MAX_GROUP_SIZE, MAX_VERSION, Inflight, inflight
 
 MAX_PROMPTS = 10_000
 """Prompts of one call: more would hold the store's writer for too long in one transaction."""
@@ -121,9 +121,16 @@ class EngineBody(Request):
         description="Base URL, without /v1, plainly written; within registration.allowed.",
         examples=["http://10.0.0.7:8000"],
     )
-    max_inflight: Annotated[int, Field(ge=1, le=MAX_SLOTS)] | None = Field(
-        default=None, description="Most requests at once; missing: 256, or what an engine that is there has."
+    max_inflight: Inflight | None = Field(
+        default=None,
+        description='Most requests at once; "auto": adapted to its queue and cache, 1024 at most; missing: 256, or '
+        "what an engine that is there has.",
     )
+
+    @field_validator("max_inflight", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: Any) -> Any:
+        return None if value is None else inflight(value)
 
 
 class CheckpointBody(Request):

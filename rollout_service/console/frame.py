@@ -180,6 +180,8 @@ def condition(engine: Engine) -> Text:
         return Text("leaving", "yellow")
     if engine.healthy:
         weights = "" if engine.weight_version is None else f", weights {engine.weight_version}"
+        if engine.doubtful:
+            return one_line(f"up, doubtful{weights}", "yellow", most=40)
         return one_line(f"up{weights}", "green", most=40)
     error = engine.error or "no reason given"
     return one_line(error if engine.behind else f"down: {error}", "red", most=200)

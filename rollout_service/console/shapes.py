@@ -55,6 +55,7 @@ class Engine(Shape, frozen=True, kw_only=True):
     url: str
     id: str = ""
     healthy: bool = False
+    doubtful: bool = False
     in_flight: int = 0
     max_inflight: int = 0
     model: str | None = None

@@ -42,10 +42,13 @@ def engines_table(engines: tuple[Engine, ...]) -> RenderableType:
     table = _table("id", "engine", "state", "load", "model", "weights", "error", whole=4)
     for engine in engines:
         state = "up" if engine.healthy else "behind" if engine.behind else "down"
+        colour = "green" if engine.healthy else "red"
+        if engine.leaving or (engine.healthy and engine.doubtful):
+            state, colour = "leaving" if engine.leaving else "doubtful", "yellow"
         table.add_row(
             words(engine.id, most=20),
             words(engine.url, most=120),
-            Text("leaving", "yellow") if engine.leaving else Text(state, "green" if engine.healthy else "red"),
+            Text(state, colour),
             Text(f"{count(engine.in_flight)}/{count(engine.max_inflight)}"),
             words(engine.model or NONE, most=60),
             words(NONE if engine.weight_version is None else engine.weight_version, most=20),

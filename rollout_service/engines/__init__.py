@@ -6,6 +6,7 @@ from rollout_service.engines.fleet import Fleet
 from rollout_service.engines.requests import GenerateRequest
 from rollout_service.engines.retry import Answer, Deadline, Gate
 from rollout_service.engines.settings import EngineEvents, FleetSettings, NoEvents
+from rollout_service.engines.sources import LookFailed, read_engines
 from rollout_service.engines.vllm import EngineSpec
 
 __all__ = [
@@ -19,5 +20,7 @@ __all__ = [
     "Gate",
     "GenerateRequest",
     "GenerationFailed",
+    "LookFailed",
     "NoEvents",
+    "read_engines",
 ]

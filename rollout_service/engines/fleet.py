@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from rollout_service.core.model import FailureReason, WeightUpdate
+from rollout_service.engines.discovery import Discovery
 from rollout_service.engines.engine_load import Limit
 from rollout_service.engines.faults import EngineFault, GenerationFailed
 from rollout_service.engines.health import Member
@@ -31,6 +32,7 @@ from rollout_service.engines.requests import GenerateRequest, RequestIds
 from rollout_service.engines.retry import Answer, Deadline, Gate, Generation, RetryPolicy
 from rollout_service.engines.routing import capacity, choose
 from rollout_service.engines.settings import POLICY_VERSION, CallTracer, EngineEvents, FleetSettings, NoEvents
+from rollout_service.engines.sources import source_of
 from rollout_service.engines.texts import PromptTexts
 from rollout_service.engines.token_texts import TokenTexts
 from rollout_service.engines.updates import WeightUpdates
@@ -85,7 +87,8 @@ class Fleet:
         tracer: CallTracer | None = None,
     ) -> None:
         """`version` gives the current policy version; `cache_salt`: see VllmEngine."""
-        self._specs = tuple(specs)
+        sources = {spec: source_of(spec) for spec in specs}
+        self._specs = tuple(spec for spec, source in sources.items() if source is None)
         self._settings = settings
         self._events: EngineEvents = events or NoEvents()
         self._on_change = on_change
@@ -98,6 +101,12 @@ class Fleet:
         self._policy = RetryPolicy(max_attempts=settings.max_attempts)
         self._ids = RequestIds()
         self._members = Members(self._member, changed=self._changed, most=settings.max_engines)
+        self._discovery = Discovery(
+            [source for source in sources.values() if source is not None],
+            engines=self._members,
+            interval_s=settings.discovery_interval_s,
+            drain_s=settings.discovery_drain_s,
+        )
         self._clients: EngineClients | None = None
         self._homes = Homes()
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
@@ -117,6 +126,7 @@ class Fleet:
         self._dark_since = self._clock()
         try:
             await self._members.start(self._specs)
+            await self._discovery.start()
         except BaseException:
             await self.stop()
             raise
@@ -160,6 +170,7 @@ class Fleet:
         """Abort what is out, and close every connection. Bounded in time."""
         if self._dark_timer is not None:
             self._dark_timer.cancel()
+        await self._discovery.stop()
         await self._texts.close()
         await self._members.stop()
         if self._clients is not None:
@@ -189,6 +200,7 @@ class Fleet:
 
     async def end_changes(self) -> None:
         """Add and remove no more, and answer those who wait for it: the service is ending."""
+        await self._discovery.stop()
         await self._members.end_changes()
 
     # -- what others see
@@ -198,12 +210,13 @@ class Fleet:
         return capacity(list(self._members))
 
     def unhealthy(self) -> dict[str, str]:
-        """URL -> what is wrong, of every engine that is not healthy."""
-        return {
+        """URL -> what is wrong, of every engine that is not healthy and every source of engines that cannot be read."""
+        engines = {
             member.engine.url: member.error or ""
             for member in self._members
             if not member.healthy and not member.leaving
         }
+        return engines | self._discovery.failing()
 
     def describe(self) -> list[dict[str, Any]]:
         """One dict an engine, for `GET /engines`; no URL in it shows credentials."""

@@ -148,7 +148,7 @@ class Members:
             if member.leaving or self._ended:
                 raise  # whoever has it leave, or stops all, lists and closes it
             self._listed.remove(member)
-            log.warning("engine_refused", id=member.engine.id, engine=member.engine.url, error=str(error))
+            log.info("engine_refused", id=member.engine.id, engine=member.engine.url, error=str(error))
             await member.close()
             raise
         finally:

@@ -41,6 +41,10 @@ class FleetSettings:
     """Engines in all, those of the start included."""
     added_api_key: str = field(default="", repr=False)
     """Bearer key of added engines, or empty."""
+    discovery_interval_s: float = 5.0
+    """Between two looks at where engines are listed."""
+    discovery_drain_s: float = 30.0
+    """What runs on an engine that is listed no more may go on for so long."""
 
     @property
     def model_per_version(self) -> bool:

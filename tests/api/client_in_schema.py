@@ -47,6 +47,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("resume", {}),
     ("engines", {}),
     ("add_engine", {"url": "http://10.0.0.7:8000", "max_inflight": 64}),
+    ("add_engine", {"url": "http://10.0.0.7:8000", "max_inflight": "auto"}),
     ("add_engine", {"url": "http://10.0.0.7:8000"}),
     ("remove_engine", {"id": "e1", "drain_s": 60}),
     ("metrics", {}),

@@ -55,6 +55,24 @@ async def test_an_engine_is_added_and_described_as_in_the_list(run: Run) -> None
     assert await run.service.counter('rollout_engine_slots{engine="e1"}') == 9
 
 
+async def test_a_limit_that_sets_itself_is_asked_for_by_name(run: Run) -> None:
+    added = await run.add(url=run.second.url, max_inflight="auto")
+    assert (added.status_code, added.json()["auto"]) == (201, True)
+    assert 1 <= added.json()["max_inflight"] <= 1024
+    fixed = await run.add(url=run.second.url, max_inflight=9)
+    assert (fixed.status_code, fixed.json()["auto"], fixed.json()["max_inflight"]) == (200, False, 9)
+    back = await run.add(url=run.second.url, max_inflight="auto")
+    assert (back.status_code, back.json()["auto"]) == (200, True)
+
+
+@pytest.mark.parametrize("value", [0, -1, 100_001, 1.0, True, "64", "Auto", "", [], {}])
+async def test_a_limit_of_another_kind_is_refused_in_one_line(run: Run, value: Any) -> None:
+    answer = await run.add(url=run.second.url, max_inflight=value)
+    assert (answer.status_code, answer.json()["field"]) == (422, "max_inflight")
+    assert 'expected an integer from 1 to 100000, or "auto"' in answer.json()["detail"]
+    assert await run.ids() == ["e0"]
+
+
 async def test_an_engine_that_is_not_up_yet_is_added_unhealthy(run: Run) -> None:
     await run.second.stop()
     added = await run.add(url=run.second.url)

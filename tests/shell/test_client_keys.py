@@ -152,10 +152,12 @@ def test_engines_are_added_and_removed(service, connect):
     client = connect()
     assert client.add_engine("http://e:8000", max_inflight=7)["max_inflight"] == 7
     assert client.add_engine("http://e:8000")["id"] == "e1"
+    client.add_engine("http://e:8000", max_inflight="auto")
     assert client.remove_engine("e1", drain_s=5)["leaving"]
     assert [(seen.method, seen.path, seen.body) for seen in service.seen] == [
         ("POST", "/engines", {"url": "http://e:8000", "max_inflight": 7}),
         ("POST", "/engines", {"url": "http://e:8000"}),
+        ("POST", "/engines", {"url": "http://e:8000", "max_inflight": "auto"}),
         ("DELETE", "/engines/e1?drain_s=5", None),
     ]
 

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ValidationError
 from rollout_service.errors import ConfigError
 from rollout_service.settings import SamplingOverrides, SamplingSettings, Settings, StoreSettings, load_settings
 from rollout_service.settings.problems import table_of
+from rollout_service.settings.tables import EngineSettings
+from rollout_service.settings.urls import DnsName, EnginesFile
 
 REWARD = '[[rewards]]\nname = "accuracy"\nfunction = "my_rewards:accuracy"\n'
 ENGINE = '[[engines]]\nurl = "http://127.0.0.1:8000"\n'
@@ -58,8 +60,16 @@ def test_names_and_defaults_are_those_of_the_contract(load):
     assert load().model_dump() == {
         "mode": "grpo",
         "model": "",
-        "engines": [{"url": "http://127.0.0.1:8000", "max_inflight": 256, "api_key_env": ""}],
+        "engines": [
+            {
+                "url": "http://127.0.0.1:8000",
+                "max_inflight": 256,
+                "max_inflight_ceiling": 1024,
+                "api_key_env": "",
+            }
+        ],
         "registration": {"allowed": [], "max_engines": 64, "api_key_env": ""},
+        "discovery": {"interval_s": 5.0, "drain_s": 30},
         "prompts": {"path": "", "epochs": 1, "shuffle_seed": -1},
         "groups": {
             "num_generations": 8,
@@ -85,6 +95,7 @@ def test_names_and_defaults_are_those_of_the_contract(load):
             "engine_wait_s": 300,
             "probe_interval_s": 2,
             "wait_for_version": 0,
+            "cache_salt": True,
         },
         "sampling": {
             "temperature": 1.0,
@@ -462,6 +473,104 @@ def test_a_url_that_names_no_engine_is_refused(refusal, url: str, expected: str)
 def test_engine_urls_lose_the_slash_at_their_end(load):
     text = '[[engines]]\nurl = "https://Host:8443/vllm/"\n' + REWARD
     assert load(text).engines[0].url == "https://host:8443/vllm"
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("dns://vllm.default.svc", "a port from 1 to 65535"),
+        ("dns://vllm:", "a port from 1 to 65535"),
+        ("dns://vllm:0", "a port from 1 to 65535"),
+        ("dns://vllm:65536", "a port from 1 to 65535"),
+        ("dns://vllm:8000/", "nothing behind it"),
+        ("dns://vllm:8000?x=1", "nothing behind it"),
+        ("dns://u:hunter2@vllm:8000", "credentials"),
+        ("dns://:8000", "the name of letters"),
+        ("dns://a..b:8000", "the name of letters"),
+        ("dns://-a:8000", "the name of letters"),
+        ("dns://füü:8000", "the name of letters"),
+        ("dns://a b:8000", "the name of letters"),
+        ("dns://" + "a" * 64 + ":8000", "the name of letters"),
+        ("dns://" + "a." * 127 + ":8000", "the name of letters"),
+        ("dns://10.0.0.7:8000", "takes a name"),
+        ("dns://2130706433:8000", "takes a name"),
+        ("dns://[::1]:8000", "expected dns://name:port"),
+        ("dns:vllm:8000", "expected an http:// or https:// URL"),
+        ("file:", "expected file: and the path"),
+        ("file:engines/", "expected file: and the path"),
+        ("file:///", "expected file: and the path"),
+        ("file://host/engines.txt", "would name a host"),
+        ("file:engines.txt?x", "without ? and #"),
+        ("file:a\x00b", "no control characters"),
+        ("file:" + "a" * 2048, "at most 2048 characters"),
+    ],
+)
+def test_a_source_that_lists_no_engines_is_refused(refusal, url: str, expected: str):
+    line = refusal(f"[[engines]]\nurl = {json.dumps(url)}\n" + REWARD)
+    assert "engines[0].url: " in line
+    assert expected in line
+    assert "hunter2" not in line
+
+
+@pytest.mark.parametrize(
+    ("url", "spelling", "source"),
+    [
+        ("dns://vLLM.default.svc:8000", "dns://vllm.default.svc:8000", DnsName(host="vllm.default.svc", port=8000)),
+        ("DNS://vllm_0.x.:080", "dns://vllm_0.x.:80", DnsName(host="vllm_0.x.", port=80)),
+        ("file:engines.txt", "file:engines.txt", EnginesFile(path=Path("engines.txt"))),
+        ("file:./run/Engines", "file:run/Engines", EnginesFile(path=Path("run/Engines"))),
+        ("file:/etc/engines", "file:/etc/engines", EnginesFile(path=Path("/etc/engines"))),
+        ("File:///etc/engines", "file:/etc/engines", EnginesFile(path=Path("/etc/engines"))),
+        ("http://h:1", "http://h:1", None),
+    ],
+)
+def test_an_entry_may_name_where_engines_are_listed(load, url: str, spelling: str, source: object):
+    (entry,) = load(f"[[engines]]\nurl = {json.dumps(url)}\n" + REWARD).engines
+    assert (entry.url, entry.source) == (spelling, source)
+    assert EngineSettings(url=entry.url).source == source
+
+
+def test_one_source_twice_is_refused(refusal):
+    twice = '[[engines]]\nurl = "file:a"\n[[engines]]\nurl = "file:./a"\n'
+    assert "engines[0].url: the same source stands here twice" in refusal(twice + REWARD)
+
+
+@pytest.mark.parametrize("value", ['"Auto"', '""', "0", "100001", "-1", "1.0", "true", "[]", '"256"'])
+def test_max_inflight_is_a_number_or_auto(refusal, value: str):
+    line = refusal(ENGINE + f"max_inflight = {value}\n" + REWARD)
+    assert 'engines[0].max_inflight: expected an integer from 1 to 100000, or "auto", got' in line
+    assert line.count("engines[0]") == 1
+
+
+def test_max_inflight_may_set_itself_up_to_a_ceiling(load, refusal):
+    (entry,) = load(ENGINE + 'max_inflight = "auto"\nmax_inflight_ceiling = 512\n' + REWARD).engines
+    assert (entry.max_inflight, entry.max_inflight_ceiling) == ("auto", 512)
+    named = {
+        "ROLLOUT_ENGINES": '[{"url": "dns://vllm:8000", "max_inflight": "auto"}]',
+        "ROLLOUT_DISCOVERY__DRAIN_S": "7",
+    }
+    settings = load(LEAST, named)
+    assert (settings.engines[0].max_inflight, settings.engines[0].max_inflight_ceiling) == ("auto", 1024)
+    assert settings.discovery.drain_s == 7
+    line = refusal(ENGINE + "max_inflight = 64\nmax_inflight_ceiling = 512\n" + REWARD)
+    assert 'engines[0].max_inflight_ceiling: has a meaning only with max_inflight = "auto"' in line
+    assert "max_inflight is 64" in line
+    assert "engines[0].max_inflight_ceiling: expected at most" in refusal(
+        ENGINE + 'max_inflight = "auto"\nmax_inflight_ceiling = 100001\n' + REWARD
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("interval_s = 0.0", "discovery.interval_s: expected at least 0.1, got 0.0"),
+        ("interval_s = 1e9", "discovery.interval_s: expected at most 3600"),
+        ("drain_s = -1", "discovery.drain_s: expected at least 0, got -1"),
+        ("drain = 1", "discovery.drain: unknown key; did you mean drain_s?"),
+    ],
+)
+def test_discovery_is_bounded(refusal, text: str, expected: str):
+    assert expected in refusal(LEAST + f"[discovery]\n{text}\n")
 
 
 def test_no_secret_reaches_the_line(refusal):

@@ -24,12 +24,22 @@ export function engines() {
 function healthOf(engine) {
   if (engine.leaving) return ["◇", "leaving", "warn"];
   if (!engine.healthy) return ["▼", "down", "bad"];
-  return engine.behind ? ["◆", "behind", "warn"] : ["●", "healthy", "good"];
+  if (engine.behind) return ["◆", "behind", "warn"];
+  return engine.doubtful ? ["◐", "doubtful", "warn"] : ["●", "healthy", "good"];
 }
 
 function why(engine) {
   if (engine.leaving) return "is being removed: takes no new work";
-  return engine.healthy && engine.behind ? "serves other weights than the run's: no work until they match" : "";
+  if (!engine.healthy) return "";
+  if (engine.behind) return "serves other weights than the run's: no work until they match";
+  return engine.doubtful ? "its last requests failed: one at a time until one succeeds" : queued(engine);
+}
+
+function queued(engine) {
+  const told = [];
+  if (engine.waiting) told.push(`${whole(engine.waiting)} waiting there`);
+  if (engine.kv_usage > 0.8) told.push(`KV cache ${whole(100 * engine.kv_usage)} % full`);
+  return told.join(", ");
 }
 
 function makeEngine() {
@@ -50,7 +60,7 @@ function makeEngine() {
       const [mark, text, tone] = healthOf(engine);
       setText(health, `${mark} ${text}`);
       setAttribute(health, "data-tone", tone);
-      setText(load, `${whole(engine.in_flight)} / ${whole(engine.max_inflight)}`);
+      setText(load, `${whole(engine.in_flight)} / ${whole(engine.max_inflight)}${engine.auto ? " auto" : ""}`);
       setVar(bar, "--share", `${(100 * engine.in_flight) / Math.max(1, engine.max_inflight)}%`);
       setText(weights, engine.weight_version ? `weights ${engine.weight_version}` : "");
       setText(error, engine.error ?? why(engine));
