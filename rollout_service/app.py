@@ -17,6 +17,7 @@ import structlog
 from fastapi import FastAPI
 
 from rollout_service.api import Access, Context, Viewers, build_api
+from rollout_service.collector import Collector
 from rollout_service.core.advantages import AdvantageMethod
 from rollout_service.core.group import GroupPolicy, OnStale
 from rollout_service.core.scheduler import Admission, Policy
@@ -87,7 +88,8 @@ class Parts:
         self.history = History(time.time)
         self.viewers = Viewers()
         runner = make_runner(settings, config_dir, self.fleet, self.threads)
-        observers: list[Observer] = [self.metrics, self.history, OutcomeLog()]
+        self._collector = Collector()
+        observers: list[Observer] = [self.metrics, self.history, OutcomeLog(), self._collector]
         if tracing is not None:
             runner = tracing.runner(runner)
             observers.append(tracing.observer)
@@ -130,6 +132,7 @@ class Parts:
         self._background = [
             asyncio.create_task(self.metrics.measure_lag(), name="event-loop-lag"),
             asyncio.create_task(self._every_second(), name="every-second"),
+            asyncio.create_task(self._collector.run(), name="collector"),
         ]
 
     async def _every_second(self) -> None:

@@ -8,7 +8,6 @@ committed) and then the server; the process has ended within 10 seconds of the f
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 import structlog
 import uvicorn
 
+from rollout_service import collector
 from rollout_service.app import Parts, create_app
 from rollout_service.errors import ConfigError
 from rollout_service.http_protocol import bounded, connections_for
@@ -144,8 +144,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        gc.collect()
-        gc.freeze()  # modules and parts live as long as the process: later collections need not look at them
+        collector.tame()
         log.info("listening", url=_url(sockets[0]) if sockets else None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
