@@ -195,12 +195,11 @@ def test_the_rewards_of_the_config_map_are_there(config: Path, settings: Setting
         assert found(completion_ids=[[], [1] * 256], prompts=["", ""], completions=["", ""]) == [1.0, 0.5]
 
 
-def test_engines_are_called_by_the_names_of_pods(settings: Settings) -> None:
+def test_engines_are_all_pods_behind_the_headless_service(settings: Settings) -> None:
     vllm, service = one("StatefulSet", "vllm"), one("Service", "vllm")
     (container,) = pod_of(vllm)["containers"]
     port = container["ports"][0]["containerPort"]
-    names = [f"http://vllm-{number}.{vllm['spec']['serviceName']}:{port}" for number in range(vllm["spec"]["replicas"])]
-    assert [engine.url for engine in settings.engines] == names
+    assert [engine.url for engine in settings.engines] == [f"dns://{vllm['spec']['serviceName']}:{port}"]
     assert service["spec"]["clusterIP"] == "None"
     assert [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "weights"] == (
         settings.weights.allowed_paths
