@@ -1,7 +1,8 @@
 """The tasks that make rollouts and score groups, by (seq, attempt[, row]).
 
 What always holds: a stopped task reports nothing; a task reports exactly once otherwise, whatever its part does: an
-exception becomes a failed rollout or an unscored group, and is logged with its traceback.
+exception becomes a failed rollout or an unscored group, and is logged with its traceback. At most `STARTS` rollouts
+begin in one pass of the event loop, in the order they were given.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ log = structlog.get_logger(__name__)
 RolloutKey = tuple[int, int, int]
 """(seq, attempt, index)."""
 Outcome = FinishedRollout | FailedRollout
+STARTS = 32
+"""Each sends a request at once. A thousand in one pass, after a mass cancel or for a trainer's first step, would hold up
+every call and probe meanwhile; and where more completions come in than a core can take, beginning no more than this in
+a pass is what keeps the passes short: the rest waits its turn here, and not in front of the trainer's calls."""
 
 
 class Work:
@@ -45,6 +50,10 @@ class Work:
         self._runner, self._scorer, self._gate = runner, scorer, gate
         self._settled, self._scored = settled, scored
         self._rollouts: dict[RolloutKey, tuple[asyncio.Task[None], float]] = {}
+        self._due: dict[RolloutKey, RolloutJob] = {}
+        """To be started, the oldest first."""
+        self._startable = STARTS
+        """In this pass of the loop."""
         self._scorings: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -55,27 +64,43 @@ class Work:
         return {row: now - entry[1] for row, entry in found.items() if entry is not None}
 
     def start_rollouts(self, group: Group, rows: Collection[int], prompt: Prompt) -> None:
-        loop = asyncio.get_running_loop()
         for row in sorted(rows):
             key = (group.seq, group.attempt, row)
             if key in self._rollouts:
                 continue
-            job = RolloutJob(
+            self._due[key] = RolloutJob(
                 group_id=group.group_id,
                 attempt=group.attempt,
                 index=row,
                 policy_version=group.version or 0,
                 prompt=prompt,
             )
-            self._rollouts[key] = (loop.create_task(self._roll(key, job)), loop.time())
+        self._start_some()
+
+    def _start_some(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._due and self._startable:
+            if self._startable == STARTS:
+                loop.call_soon(self._next_pass)
+            self._startable -= 1
+            key = next(iter(self._due))
+            self._rollouts[key] = (loop.create_task(self._roll(key, self._due.pop(key))), loop.time())
+
+    def _next_pass(self) -> None:
+        self._startable = STARTS
+        self._start_some()
 
     def stop_rollouts(self, group: Group, rows: Collection[int]) -> int:
         """How many of `rows` had really been started."""
-        entries = [self._rollouts.pop((group.seq, group.attempt, row), None) for row in rows]
-        for entry in entries:
+        stopped = 0
+        for row in rows:
+            key = (group.seq, group.attempt, row)
+            self._due.pop(key, None)
+            entry = self._rollouts.pop(key, None)
             if entry is not None:
                 self._end(entry[0])
-        return sum(entry is not None for entry in entries)
+                stopped += 1
+        return stopped
 
     def start_scoring(self, group: Group, job: Callable[[], Awaitable[ScoreJob | None]]) -> None:
         """`job` fetches what to score, inside the task; None: the group is scored no more, and nothing is reported."""
@@ -89,6 +114,7 @@ class Work:
 
     async def stop_all(self, *, within_s: float) -> None:
         """Cancel everything and wait, `within_s` at most, until it has ended."""
+        self._due.clear()
         for task in [*(task for task, _ in self._rollouts.values()), *self._scorings.values()]:
             self._end(task)
         self._rollouts.clear()

@@ -1,0 +1,121 @@
+"""The tasks of rollouts: how many begin in one pass of the loop, and what a stop finds of those that wait."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollout_service.core.group import Group
+from rollout_service.core.model import (
+    FailedRollout,
+    FailureReason,
+    FinishedRollout,
+    GroupState,
+    Prompt,
+    RolloutJob,
+    ScoreJob,
+    Scores,
+)
+from rollout_service.orchestrator.gate import PauseGate
+from rollout_service.orchestrator.parts import Gate
+from rollout_service.orchestrator.work import STARTS, RolloutKey, Work
+
+ROWS = 3 * STARTS + 5
+
+
+class Runner:
+    """Rollouts that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.cancelled: list[int] = []
+        self.end = asyncio.Event()
+
+    async def run(self, job: RolloutJob, gate: Gate) -> FinishedRollout | FailedRollout:
+        self.begun.append(job.index)
+        try:
+            await self.end.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(job.index)
+            raise
+        return FailedRollout(index=job.index, reason=FailureReason.REJECTED, error="no")
+
+
+class Scorer:
+    async def score(self, job: ScoreJob) -> Scores:
+        raise AssertionError("nothing is scored here")
+
+
+def group(rows: int = ROWS) -> Group:
+    return Group(
+        seq=1,
+        prompt_id="p",
+        epoch=0,
+        num_generations=rows,
+        state=GroupState.GENERATING,
+        version=0,
+        waiting=(),
+        running=frozenset(range(rows)),
+        submitted_at=0.0,
+        changed_at=0.0,
+    )
+
+
+def work(runner: Runner, settled: list[RolloutKey]) -> Work:
+    return Work(
+        runner,
+        Scorer(),
+        PauseGate(),
+        settled=lambda key, outcome, seconds: settled.append(key),
+        scored=lambda group, job, scores: None,
+    )
+
+
+PROMPT = Prompt(prompt_id="p", num_generations=ROWS)
+
+
+async def test_a_pass_of_the_loop_begins_so_many_and_the_rest_follows_in_order() -> None:
+    runner, settled = Runner(), []
+    tested = work(runner, settled)
+    tested.start_rollouts(group(), range(ROWS), PROMPT)
+    seen = []
+    while len(runner.begun) < ROWS:
+        await asyncio.sleep(0)
+        seen.append(len(runner.begun))
+    assert runner.begun == list(range(ROWS))
+    steps = [after - before for before, after in zip([0, *seen], seen, strict=False)]
+    assert max(steps) == STARTS
+    runner.end.set()
+    while len(settled) < ROWS:
+        await asyncio.sleep(0)
+    assert sorted(index for _, _, index in settled) == list(range(ROWS))
+
+
+async def test_groups_given_in_one_pass_share_what_may_begin_in_it() -> None:
+    runner = Runner()
+    tested = work(runner, [])
+    for index in range(ROWS):
+        tested.start_rollouts(group(), [index], PROMPT)
+    await asyncio.sleep(0)
+    assert len(runner.begun) == STARTS
+    await tested.stop_all(within_s=1)
+
+
+async def test_what_is_stopped_before_it_began_never_begins_and_does_not_count() -> None:
+    runner = Runner()
+    tested = work(runner, [])
+    tested.start_rollouts(group(), range(ROWS), PROMPT)
+    await asyncio.sleep(0)
+    assert tested.stop_rollouts(group(), range(ROWS)) == 2 * STARTS  # the second pass's have a task each already
+    for _ in range(20):  # passes of the loop in which more would begin
+        await asyncio.sleep(0)
+    assert runner.begun == list(range(STARTS))
+    assert sorted(runner.cancelled) == runner.begun
+
+
+async def test_the_end_of_all_work_ends_what_waits_too() -> None:
+    runner = Runner()
+    tested = work(runner, [])
+    tested.start_rollouts(group(), range(ROWS), PROMPT)
+    await asyncio.sleep(0)
+    await tested.stop_all(within_s=1)
+    assert len(runner.begun) == len(runner.cancelled) == STARTS
