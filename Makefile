@@ -8,10 +8,10 @@ ACCEPTANCE ?= ../shared/acceptance
 PIP := $(PY) -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help env engine demo demo-trl demo-tools demo-distill test acceptance compose-test soak mutants check format bench lock clean clean-all
+.PHONY: help env engine demo demo-trl demo-tools demo-distill test acceptance compose-test soak mutants check format bench bench-scaling bench-staleness lock clean clean-all
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 env: $(READY)  ## the service's environment, .venv, from the lock
 
@@ -64,17 +64,22 @@ format: $(READY)  ## mend what the linter and the formatter can mend
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: $(READY)  ## what the service costs: beside a bare client, memory beside SQLite, JSON beside binary leases, waiting with and without prefetch
-	@$(PY) -m benchmarks.throughput
-	@$(PY) -m benchmarks.leases
-	@$(PY) -m benchmarks.prefetch
+bench: $(READY)  ## every figure beside the others as one table, and bench.json; half an hour (ROUNDS=5, ONLY=throughput,memory, QUICK=1)
+	@$(PY) -m benchmarks --rounds $(or $(ROUNDS),$(if $(QUICK),1,5)) $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick)
+
+bench-scaling: $(READY)  ## how cost grows with rollouts in flight, group size, length and outstanding groups (45 minutes; ROUNDS=)
+	@$(PY) -m benchmarks.scaling --rounds $(or $(ROUNDS),3)
+
+bench-staleness: $(READY)  ## what staleness costs, simulated: the table and the picture of docs/staleness.md
+	@$(PY) -m benchmarks.staleness
 
 compose-test: $(READY)  ## docker compose on the Docker engine the environment names: up with a real vLLM, submit, lease, ack, scrape, down
 	@$(PY) -m tests.compose.run
 
-soak: $(READY)  ## the long proofs: 300 kills, two runs of 1,000 prompts (KILLS=, PROMPTS=), tests marked long
+soak: $(READY)  ## the long proofs: 300 kills, two runs of 1,000 prompts, a million groups (KILLS=, PROMPTS=, GROUPS=), tests marked long
 	@$(PY) -m pytest -m long
 	@$(PY) -m tests.durability.soak --kills $(or $(KILLS),300) --prompts $(or $(PROMPTS),1000)
+	@$(PY) -m benchmarks.soak_groups --groups $(or $(GROUPS),1000000)
 
 mutants: $(READY)  ## take each safeguard away in a copy and see its test fail
 	@$(PY) -m mutants.run

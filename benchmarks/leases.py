@@ -1,28 +1,25 @@
 """A lease in JSON beside the same lease in binary: bytes, and seconds from the stored arrays to the trainer's values.
 
 What is measured: 8 groups of 16 rollouts of 4,096 tokens (256 of them the prompt), ids below 150,000, logprobs as a
-model gives them. Encoding is the service's own, to the chunks it sends; decoding the client's own. Runs alternate and
-the best of each counts, so that what else the machine does counts least. The ratios are of token data, with texts of a
-word a rollout; a second pair of lines has texts of four bytes a token, which both encodings carry alike. Adds its
-figures to bench.json.
+model gives them. Encoding is the service's own, to the chunks it sends; decoding the client's own, to the values a
+trainer reads. Nothing is sent and nothing is read from a store. The ratios with a goal are of token data, with texts of
+a word a rollout; the second pair has texts of four bytes a token, which both encodings carry alike.
 
-    python -m benchmarks.leases [--rounds 5] [--groups 8] [--rollouts 16] [--tokens 4096]
+    python -m benchmarks.leases [--rounds 5] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import random
 import time
 from array import array
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
+from benchmarks.report import Figure, alternate, at_least, at_most, median, run_alone
 from rollout_service.api import binary, wire
 from rollout_service.core.group import Group, Lease
 from rollout_service.core.model import FinishedRollout, FinishReason, GroupState, Prompt, Turn
@@ -31,7 +28,7 @@ from rollout_service.orchestrator.views import LeaseAnswer, LeaseStatus
 from trainer_client import Lease as ClientLease
 from trainer_client.binary import decode_lease
 
-ROOT = Path(__file__).resolve().parents[1]
+GROUPS, QUICK_GROUPS, ROLLOUTS, TOKENS = 8, 2, 16, 4096
 PROMPT_TOKENS = 256
 VOCABULARY = 150_000
 MEAN_LOGPROB = -0.5
@@ -108,67 +105,68 @@ def from_json(content: bytes) -> ClientLease:
     return msgspec.json.decode(content, type=ClientLease)
 
 
-class Best:
-    """The best times of one encoding, seconds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """One encoding of one lease. Seconds."""
 
-    def __init__(
-        self, name: str, encode: Callable[[LeaseAnswer], bytes | bytearray], decode: Callable[..., ClientLease]
-    ) -> None:
-        self.name, self._encode, self._decode = name, encode, decode
-        self.encode_s = self.decode_s = self.both_s = float("inf")
-        self.bytes = 0
+    encode_s: float
+    decode_s: float
+    bytes: int
 
-    def run(self, made: LeaseAnswer) -> None:
-        started = time.perf_counter()
-        content = self._encode(made)
-        encoded = time.perf_counter()
-        lease = self._decode(content)
-        ended = time.perf_counter()
-        if len(lease.groups) != len(made.payloads):
-            raise RuntimeError(f"{self.name}: {len(lease.groups)} groups came back")
-        self.bytes = len(content)
-        self.encode_s = min(self.encode_s, encoded - started)
-        self.decode_s = min(self.decode_s, ended - encoded)
-        self.both_s = min(self.both_s, ended - started)
+    @property
+    def both_s(self) -> float:
+        return self.encode_s + self.decode_s
 
 
-def measure(made: LeaseAnswer, rounds: int) -> tuple[Best, Best]:
-    pair = Best("JSON", in_json, from_json), Best("binary", in_binary, decode_lease)
-    for _ in range(rounds):
-        for encoding in pair:
-            encoding.run(made)
-    return pair
+Encode = Callable[[LeaseAnswer], bytes | bytearray]
+Decode = Callable[..., ClientLease]
+WAYS: dict[str, tuple[Encode, Decode]] = {"JSON": (in_json, from_json), "binary": (in_binary, decode_lease)}
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description="a lease in JSON beside the same in binary")
-    arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--groups", type=int, default=8)
-    arguments.add_argument("--rollouts", type=int, default=16)
-    arguments.add_argument("--tokens", type=int, default=4096)
-    arguments.add_argument("--output", type=Path, default=ROOT / "bench.json")
-    given = arguments.parse_args()
-    if given.tokens <= PROMPT_TOKENS:
-        arguments.error(f"--tokens: more than the {PROMPT_TOKENS} of the prompt")
-    result: dict[str, float] = {}
-    print(f"{given.groups} groups of {given.rollouts} rollouts of {given.tokens} tokens; best of {given.rounds}")
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
-    print(f"{'lease':<24}{'MB':>8}{'encode ms':>12}{'decode ms':>12}{'together':>12}{'a group':>12}")
-    for suffix, words in (("", 1), ("_with_texts", given.tokens - PROMPT_TOKENS)):
-        made = answer(given.groups, given.rollouts, given.tokens, "word" * words)
-        pair = measure(made, given.rounds)
-        for best in pair:
-            name = best.name + suffix.replace("_", " ")
-            times = (best.encode_s, best.decode_s, best.both_s, best.both_s / given.groups)
-            print(f"{name:<24}{best.bytes / 1e6:>8.2f}" + "".join(f"{1000 * seconds:>12.2f}" for seconds in times))
-        result[f"lease_time_ratio_json_binary{suffix}"] = pair[0].both_s / pair[1].both_s
-        result[f"lease_bytes_ratio{suffix}"] = pair[1].bytes / pair[0].bytes
-    known = json.loads(given.output.read_text()) if given.output.exists() else {}
-    given.output.write_text(json.dumps(known | result, indent=2) + "\n")
-    print()
-    for key, value in result.items():
-        print(f"{key} = {value:.3f}")
+def timed(made: LeaseAnswer, way: str) -> Times:
+    encode, decode = WAYS[way]
+    started = time.perf_counter()
+    content = encode(made)
+    encoded = time.perf_counter()
+    lease = decode(content)
+    ended = time.perf_counter()
+    if len(lease.groups) != len(made.payloads):
+        raise RuntimeError(f"{way}: {len(lease.groups)} groups came back")
+    return Times(encode_s=encoded - started, decode_s=ended - encoded, bytes=len(content))
+
+
+def measure(rounds: int, *, quick: bool) -> list[Figure]:
+    groups = QUICK_GROUPS if quick else GROUPS
+    return [*_figures(groups, rounds, ""), *_figures(groups, rounds, "_with_texts")]
+
+
+def _figures(groups: int, rounds: int, suffix: str) -> list[Figure]:
+    words = TOKENS - PROMPT_TOKENS if suffix else 1
+    made = answer(groups, ROLLOUTS, TOKENS, "word" * words)
+    for way in WAYS:
+        timed(made, way)  # what the first of all pays (imports) is no part of it
+    found = alternate(rounds, {way: partial(timed, made, way) for way in WAYS})
+    texts = f"{groups} groups of {ROLLOUTS} x {TOKENS} tokens, " + ("4 bytes of text a token" if suffix else "no texts")
+    per_group = {way: 1000 * median(times.both_s for times in runs) / groups for way, runs in found.items()}
+    sizes = {way: runs[0].bytes for way, runs in found.items()}
+    return [
+        Figure(
+            key=f"lease_time_ratio_json_binary{suffix}",
+            what=f"time of a lease in JSON over binary, encoding and decoding ({texts})",
+            value=per_group["JSON"] / per_group["binary"],
+            beside=f"binary {per_group['binary']:.3f} ms a group, JSON {per_group['JSON']:.1f} ms",
+            goal=None if suffix else at_least(10),
+            runs=tuple(a.both_s / b.both_s for a, b in zip(found["JSON"], found["binary"], strict=True)),
+        ),
+        Figure(
+            key=f"lease_bytes_ratio{suffix}",
+            what=f"bytes of a lease in binary over JSON ({texts})",
+            value=sizes["binary"] / sizes["JSON"],
+            beside=f"binary {sizes['binary'] / 1e6:.1f} MB, JSON {sizes['JSON'] / 1e6:.1f} MB",
+            goal=None if suffix else at_most(1 / 3),
+        ),
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(measure, "a lease in JSON beside the same in binary")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling import SWEEPS, Found, Load, Seen, draw, exponent, growth, run, table
+from benchmarks.scaling import SWEEPS, Found, Load, Seen, draw, exponent, growth, read, run, table, write
 
 SEEN = Seen(per_s=399, cpu_ms=0.5, helpers_cpu_ms=0.1, lag_p99_ms=3.0, resident=2**27)
 
@@ -37,6 +37,13 @@ def test_a_cost_that_grows_faster_than_allowed_is_said_so() -> None:
     assert "not faster than in proportion" in table(sweep, flat)
     rising = [found(x, x**0.5) for x in sweep.loads]
     assert "FASTER THAN IN PROPORTION" in table(sweep, rising)
+
+
+def test_figures_are_kept_as_they_were(tmp_path: Path) -> None:
+    assert read(tmp_path) == {}
+    results = {"length": [found(64), found(256, 0.7)], "in_flight": [found(256)]}
+    write(results, tmp_path)
+    assert read(tmp_path) == results
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

@@ -21,15 +21,16 @@ FLAT = Line(
 )
 
 
-def test_thousands_of_groups_leave_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)  # twenty seconds of a quiet machine's time
+def test_twenty_thousand_groups_leave_nothing_behind(tmp_path: Path) -> None:
     lines: list[Line] = []
-    found = soak(4_000, 500, lines.append, parent=tmp_path)
+    found = soak(20_000, 1_000, lines.append, parent=tmp_path)
     assert found == lines
-    assert [line.groups for line in lines][-1] == 4_000, "each acked once, none lost"
+    assert lines[-1].groups == 20_000, "each acked once, none lost"
     # The times of a loaded test machine say nothing; what is kept does.
     assert grown([replace(line, lease_ms=1.0, ack_ms=1.0) for line in lines]) == []
-    second, last = lines[len(lines) // 2], lines[-1]
-    assert last.objects < second.objects + 5_000, "two thousand groups later, not even three objects a group more"
+    second, last = (max(line.objects for line in part) for part in (lines[5:10], lines[-5:]))
+    assert last < second + 5_000, "ten thousand groups later, not even one object for two of them more"
     assert not list(tmp_path.iterdir()), "the folder of the run is gone"
 
 
