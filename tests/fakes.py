@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,10 @@ class Scorer:
 @dataclass
 class Engines:
     capacity: int = 10_000
+    aborted: list[str] = field(default_factory=list)
+
+    async def abort(self, rollouts: Collection[str]) -> None:
+        self.aborted.extend(rollouts)
 
     def healthy_capacity(self) -> int:
         return self.capacity

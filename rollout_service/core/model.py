@@ -211,6 +211,11 @@ class FailedRollout:
     """Tokens generated in bad or partial answers, as far as known."""
 
 
+def rollout_id(group_id: str, attempt: int, index: int) -> str:
+    """What one attempt at a row is called towards engines, in their logs and in ours."""
+    return f"{group_id}.{attempt}.{index}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutJob:
     """What is needed to make one rollout."""
@@ -220,6 +225,11 @@ class RolloutJob:
     index: int
     policy_version: int
     prompt: Prompt
+
+    @property
+    def rollout_id(self) -> str:
+        """Names this one attempt at the row."""
+        return rollout_id(self.group_id, self.attempt, self.index)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -61,6 +61,13 @@ class AbortBatch:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
+    async def now(self, ids: Sequence[tuple[str, float]]) -> None:
+        """As `add` for each (abort id, when it was sent), and at once; returns when that call has ended."""
+        for abort_id, sent_at in ids:
+            self.add(abort_id, sent_at)
+        if not self._closed and (call := self._flush()) is not None:
+            await asyncio.shield(call)
+
     async def close(self, within_s: float = CALL_TIMEOUT_S) -> None:
         """Send what waits, and wait for the calls that are out, `within_s` at most."""
         self._closed = True
@@ -74,25 +81,26 @@ class AbortBatch:
             for call in late:
                 call.cancel()
 
-    def _flush(self) -> None:
+    def _flush(self) -> asyncio.Task[None] | None:
         self._scheduled = False
         ids, self._waiting = self._waiting, []
         young, self._young = self._young, []
         if not ids:
-            return  # close() was faster
+            return None  # close(), or now(), was faster
         self._events.abort_issued(len(ids))
-        self._call(ids)
         if young:
             self._timers.append(asyncio.get_running_loop().call_later(AGAIN_AFTER_S, self._again, young))
+        return self._call(ids)
 
     def _again(self, ids: list[str]) -> None:
         self._timers.popleft()  # all timers wait equally long, so they end in the order they were made
         self._call(ids)
 
-    def _call(self, ids: list[str]) -> None:
+    def _call(self, ids: list[str]) -> asyncio.Task[None]:
         call = asyncio.get_running_loop().create_task(self._sent(ids), name="engine-abort")
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
+        return call
 
     async def _sent(self, ids: list[str]) -> None:
         try:

@@ -252,6 +252,13 @@ class Fleet:
         )
         return await generation.run()
 
+    async def abort(self, rollouts: Collection[str]) -> None:
+        """Have the engines abort what runs there for `rollouts`, in one call each; their tasks are cancelled next.
+
+        Returns when the engines have answered. Nothing is lost where it fails or is too slow: cancelling aborts too.
+        """
+        await asyncio.gather(*(member.engine.abort(rollouts) for member in self._members))
+
     async def prompt_text(self, ids: array[int]) -> str | None:
         """The engine's own text of a prompt given as ids; None where no engine can tell."""
         return await self._texts.get(ids)
@@ -270,7 +277,7 @@ class Fleet:
         """A slot of an engine, with the gate open at this moment; `release` it. Raises GenerationFailed."""
         # One more than the prompt: a prompt that fills the context leaves no room for a token.
         need = 0 if request.token_ids is None else len(request.token_ids) + 1
-        wish = Wish(need=need, group=request.group, session=request.session, avoid=avoid)
+        wish = Wish(need=need, group=request.group, session=request.rollout if request.many_turns else "", avoid=avoid)
         while True:
             deadline.extend(await gate.passed())
             self._check_length(need)

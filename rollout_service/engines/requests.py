@@ -51,8 +51,10 @@ class GenerateRequest:
     """Complete: what `effective_sampling` gives."""
     group: str = ""
     """What shares its prompt: requests of one group go to one engine, as long as that is not loaded past a bound."""
-    session: str = ""
-    """What shares its history: requests of one rollout of many turns. Empty where there is only one."""
+    rollout: str = ""
+    """The rollout it is made for: `{group_id}.{attempt}.{index}`; what `abort` is told."""
+    many_turns: bool = False
+    """Whether that rollout may ask again: it stays where its history is cached."""
     priority: int | None = None
     """Lower goes first, where the engine schedules by priority."""
     text_wanted: bool = False

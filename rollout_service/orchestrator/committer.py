@@ -1,9 +1,10 @@
 """Changes in, commits out, effects after them.
 
 What always holds: batches are committed one at a time in the order they were filled; an effect runs after the commit of
-everything collected before it, and effects run in the order they were added; when a commit fails, every effect not yet
-out is told so instead of run, and nothing more happens until `restart`. Changes that arrive during a commit share the
-next one (group commit), and while nobody waits for a commit, one begins `GATHER_S` after the last began at the soonest.
+everything collected before it, and effects run in the order they were added, but for those of a commit that leave first;
+when a commit fails, every effect not yet out is told so instead of run, and nothing more happens until `restart`.
+Changes that arrive during a commit share the next one (group commit), and while nobody waits for a commit, one begins
+`GATHER_S` after the last began at the soonest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +25,9 @@ from rollout_service.errors import StoreUnavailable
 GATHER_S = 0.01
 """A sync and two changes of threads cost as much as a completion does; at 500 completions a second, each with its own
 commit, they would be half of all there is to do. Little next to any generation, and an idle service never waits."""
+BREATH_S = 0.01
+"""For what has to leave at once, aborts, to have the event loop for itself: an abort call takes a few passes of it, and
+the other effects of a bump are hundreds."""
 
 log = structlog.get_logger(__name__)
 
@@ -39,11 +43,13 @@ class _Pending:
     batch: Batch = field(default_factory=Batch)
     effects: list[tuple[Callable[[], None], Callable[[StoreUnavailable], None] | None]] = field(default_factory=list)
 
+    first: list[Callable[[], None]] = field(default_factory=list)
+    """Effects that leave before the others."""
     awaited: bool = False
     """Somebody waits for it."""
 
     def __bool__(self) -> bool:
-        return bool(self.effects) or bool(self.batch)
+        return bool(self.effects) or bool(self.first) or bool(self.batch)
 
 
 class Committer:
@@ -91,6 +97,11 @@ class Committer:
         if failed is not None:
             self._queue[-1].awaited = True
             self._urgent.set()
+
+    def after_commit_first(self, run: Callable[[], None]) -> None:
+        """As `after_commit`, before every other effect of the same commit, which then wait `BREATH_S`."""
+        if self._failure is None:
+            self._queue[-1].first.append(run)
 
     async def committed(self) -> None:
         """Return once everything collected so far is durable. Raises StoreUnavailable."""
@@ -161,11 +172,12 @@ class Committer:
             return False
         finally:
             self._busy = False
-        for run, _ in pending.effects:
-            try:
-                run()
-            except Exception:  # one effect must not keep the others from leaving
-                log.exception("effect_raised")
+        try:
+            if pending.first:
+                _run(pending.first)
+                await asyncio.sleep(BREATH_S)
+        finally:  # also where this ends in the pause: what is committed has happened
+            _run(run for run, _ in pending.effects)
         return True
 
     def _fail(self, pending: _Pending, error: StoreUnavailable) -> None:
@@ -182,6 +194,14 @@ class Committer:
             for _, failed in late.effects:
                 if failed is not None:
                     failed(error)
+
+
+def _run(effects: Iterable[Callable[[], None]]) -> None:
+    for run in effects:
+        try:
+            run()
+        except Exception:  # one effect must not keep the others from leaving
+            log.exception("effect_raised")
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -89,8 +89,11 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         except VersionTooLow as error:
             await writer.settled()  # what it contradicts must be so for good
             raise Conflict(f'{error}; a trainer that went back says "reset": true', version=error.current) from error
+        # In a commit of its own: what fills the slots again must not delay what frees them.
+        writer.collect()
+        writer.committer.seal()
+        await writer.committer.committed()
         writer.turn()
-        await writer.settled()
         if bumped.stale_groups:
             log.warning(
                 "groups_went_stale",

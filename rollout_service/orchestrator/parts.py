@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from rollout_service.core.changes import Bumped, Halt, Moved
@@ -36,6 +36,9 @@ class Engines(Protocol):
 
     def healthy_capacity(self) -> int:
         """Rollouts that healthy engines take at once; 0 where none is healthy."""
+
+    async def abort(self, rollouts: Collection[str]) -> None:
+        """Abort what runs for `rollouts` (see `rollout_id`), whose tasks are cancelled next. Returns soon after."""
 
     def unhealthy(self) -> Mapping[str, str]:
         """URL -> what is wrong, of every engine that is not healthy."""

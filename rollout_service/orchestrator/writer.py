@@ -92,6 +92,7 @@ class Writer:
             runner,
             scorer,
             self._gate,
+            abort=engines.abort,
             settled=self._settled,
             scored=self._scored,
         )
@@ -288,7 +289,7 @@ class Writer:
                 case StartRollouts():
                     self._plan_start(effect)
                 case StopRollouts():
-                    self._after_commit(partial(self._stop_rollouts, effect))
+                    self.committer.after_commit_first(partial(self._stop_rollouts, effect))
                 case StartScoring():
                     self._after_commit(partial(self._start_scoring, effect.group))
                 case StopScoring():

@@ -194,13 +194,14 @@ class Context:
         place = len(record.turns)
         record.turns.append(None)
         request = GenerateRequest(
-            tag=f"{job.group_id}.{job.attempt}.{job.index}.{place}",
+            tag=f"{job.rollout_id}.{place}",
             messages=messages,
             text=text,
             token_ids=token_ids,
             sampling=effective_sampling(self._sampling, {**job.prompt.sampling, **overrides}),
             group=f"{job.group_id}.{job.attempt}",
-            session=f"{job.group_id}.{job.attempt}.{job.index}",
+            rollout=job.rollout_id,
+            many_turns=True,
             priority=group_seq(job.group_id),
             extra=extra or {},
         )

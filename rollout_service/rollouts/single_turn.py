@@ -73,7 +73,7 @@ class SingleTurn:
         prompt = job.prompt
         started = self._clock()
         request = GenerateRequest(
-            tag=f"{job.group_id}.{job.attempt}.{job.index}",
+            tag=job.rollout_id,
             messages=prompt.messages,
             text=prompt.text,
             token_ids=prompt.token_ids,
@@ -81,6 +81,7 @@ class SingleTurn:
             if prompt.sampling
             else self._defaults,
             group=f"{job.group_id}.{job.attempt}",
+            rollout=job.rollout_id,
             priority=group_seq(job.group_id),
             text_wanted=True,
         )

@@ -76,7 +76,10 @@ INSERT_PROMPT: Final = "INSERT INTO prompts (seq, payload) VALUES (?, ?)"
 READ_PROMPT: Final = "SELECT payload FROM prompts WHERE seq = ?"
 
 # While there is a checkpoint every prompt stays: a group that ends now ends after it.
-DELETE_PROMPT: Final = "DELETE FROM prompts WHERE seq = ? AND NOT EXISTS (SELECT 1 FROM checkpoints)"
+# Of a JSON list of groups.
+DELETE_PROMPTS: Final = """
+DELETE FROM prompts WHERE seq IN (SELECT value FROM json_each(?)) AND NOT EXISTS (SELECT 1 FROM checkpoints)
+"""
 
 # What no checkpoint needs any more: prompts of groups that had ended by the oldest one. Prompts are few, ended groups
 # are many: so it begins at the prompts.
@@ -122,17 +125,20 @@ ON CONFLICT (seq, attempt) DO UPDATE SET payload = excluded.payload
 
 READ_SCORE: Final = "SELECT payload FROM scores WHERE seq = ? AND attempt = ?"
 
+# These take a JSON list of groups: after a bump there are hundreds, and one statement each would hold up its aborts.
 FORGET_OLD_ROLLOUTS: Final = """
-DELETE FROM rollouts WHERE seq = ?1 AND attempt < (SELECT attempt FROM groups WHERE seq = ?1)
+DELETE FROM rollouts WHERE seq IN (SELECT value FROM json_each(?))
+    AND attempt < (SELECT attempt FROM groups WHERE groups.seq = rollouts.seq)
 """
 
 FORGET_OLD_SCORES: Final = """
-DELETE FROM scores WHERE seq = ?1 AND attempt < (SELECT attempt FROM groups WHERE seq = ?1)
+DELETE FROM scores WHERE seq IN (SELECT value FROM json_each(?))
+    AND attempt < (SELECT attempt FROM groups WHERE groups.seq = scores.seq)
 """
 
-FORGET_FINISHED: Final = "DELETE FROM rollouts WHERE seq = ? AND ok = 1"
+FORGET_FINISHED: Final = "DELETE FROM rollouts WHERE seq IN (SELECT value FROM json_each(?)) AND ok = 1"
 
-FORGET_SCORES: Final = "DELETE FROM scores WHERE seq = ?"
+FORGET_SCORES: Final = "DELETE FROM scores WHERE seq IN (SELECT value FROM json_each(?))"
 
 # --- checkpoints
 

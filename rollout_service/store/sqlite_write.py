@@ -7,6 +7,7 @@ Nothing here begins, commits or rolls back: a raised exception means the caller'
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from typing import Any
 
@@ -97,16 +98,16 @@ class BatchWriter:
             self._connection.executemany(sql.WRITE_SCORE, scores)
 
     def _forget(self, batch: Batch) -> None:
-        many = self._connection.executemany
-        old = _keys(batch.forget_attempts | batch.forget_payloads)
-        if old:
-            many(sql.FORGET_OLD_ROLLOUTS, old)
-            many(sql.FORGET_OLD_SCORES, old)
-        ended = _keys(batch.forget_payloads)
-        if ended:
-            many(sql.FORGET_FINISHED, ended)
-            many(sql.FORGET_SCORES, ended)
-            many(sql.DELETE_PROMPT, ended)
+        one = self._connection.execute
+        if batch.forget_attempts or batch.forget_payloads:
+            old = _listed(batch.forget_attempts | batch.forget_payloads)
+            one(sql.FORGET_OLD_ROLLOUTS, old)
+            one(sql.FORGET_OLD_SCORES, old)
+        if batch.forget_payloads:
+            ended = _listed(batch.forget_payloads)
+            one(sql.FORGET_FINISHED, ended)
+            one(sql.FORGET_SCORES, ended)
+            one(sql.DELETE_PROMPTS, ended)
 
     def _write_checkpoints(self, batch: Batch) -> None:
         if batch.forget_checkpoints:
@@ -146,8 +147,8 @@ class BatchWriter:
             )
 
 
-def _keys(seqs: set[int]) -> list[tuple[int]]:
-    return [(seq,) for seq in sorted(seqs)]
+def _listed(seqs: set[int]) -> tuple[str]:
+    return (json.dumps(sorted(seqs)),)
 
 
 def _run_row(run: RunState) -> tuple[Any, ...]:

@@ -46,7 +46,9 @@ async def test_the_turns_of_a_rollout_stay_where_its_history_is() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, fleet_of(one, two) as fleet:
         for turn in range(3):
             for row in range(4):
-                await generate(fleet, replace(ask(f"row {row}"), tag=f"g.1.{row}.{turn}", session=f"g.1.{row}"))
+                await generate(
+                    fleet, replace(ask(f"row {row}"), tag=f"g.1.{row}.{turn}", rollout=f"g.1.{row}", many_turns=True)
+                )
         where = [Counter(asked.body["prompt"] for asked in engine.asked) for engine in (one, two)]
         assert not set(where[0]) & set(where[1])
         assert len(where[0]) == len(where[1]) == 2

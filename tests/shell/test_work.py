@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
+from dataclasses import replace
 
 from rollout_service.core.group import Group
 from rollout_service.core.model import (
@@ -29,6 +31,8 @@ class Runner:
         self.begun: list[int] = []
         self.cancelled: list[int] = []
         self.end = asyncio.Event()
+        self.slow: asyncio.Event | None = None
+        """Set where a cancelled rollout takes its time, until this is."""
 
     async def run(self, job: RolloutJob, gate: Gate) -> FinishedRollout | FailedRollout:
         self.begun.append(job.index)
@@ -36,6 +40,8 @@ class Runner:
             await self.end.wait()
         except asyncio.CancelledError:
             self.cancelled.append(job.index)
+            if self.slow is not None:
+                await self.slow.wait()
             raise
         return FailedRollout(index=job.index, reason=FailureReason.REJECTED, error="no")
 
@@ -60,11 +66,16 @@ def group(rows: int = ROWS) -> Group:
     )
 
 
+async def nothing(rollouts: Collection[str]) -> None:
+    pass
+
+
 def work(runner: Runner, settled: list[RolloutKey]) -> Work:
     return Work(
         runner,
         Scorer(),
         PauseGate(),
+        abort=nothing,
         settled=lambda key, outcome, seconds: settled.append(key),
         scored=lambda group, job, scores: None,
     )
@@ -106,10 +117,43 @@ async def test_what_is_stopped_before_it_began_never_begins_and_does_not_count()
     tested.start_rollouts(group(), range(ROWS), PROMPT)
     await asyncio.sleep(0)
     assert tested.stop_rollouts(group(), range(ROWS)) == 2 * STARTS  # the second pass's have a task each already
+    async with asyncio.timeout(10):
+        while len(runner.cancelled) < 2 * STARTS:
+            await asyncio.sleep(0)
     for _ in range(20):  # passes of the loop in which more would begin
         await asyncio.sleep(0)
-    assert runner.begun == list(range(STARTS))
+    assert runner.begun == list(range(2 * STARTS))
     assert sorted(runner.cancelled) == runner.begun
+
+
+async def test_what_was_stopped_ends_before_anything_new_begins() -> None:
+    runner = Runner()
+    tested = work(runner, [])
+    tested.start_rollouts(group(STARTS), range(STARTS), PROMPT)
+    await asyncio.sleep(0)
+    began = len(runner.begun)
+    tested.stop_rollouts(group(STARTS), range(STARTS))
+    tested.start_rollouts(replace(group(8), seq=2), range(8), PROMPT)
+    while len(runner.begun) == began:
+        await asyncio.sleep(0)
+    assert len(runner.cancelled) == STARTS
+    await tested.stop_all(within_s=1)
+
+
+async def test_a_stopped_rollout_that_takes_its_time_holds_new_ones_up_for_a_moment_only() -> None:
+    runner = Runner()
+    runner.slow = asyncio.Event()
+    tested = work(runner, [])
+    tested.start_rollouts(group(1), [0], PROMPT)
+    await asyncio.sleep(0)
+    tested.stop_rollouts(group(1), [0])
+    tested.start_rollouts(replace(group(8), seq=2), range(8), PROMPT)
+    async with asyncio.timeout(10):
+        while len(runner.begun) < 9:
+            await asyncio.sleep(0.01)
+    assert not runner.slow.is_set()
+    runner.slow.set()
+    await tested.stop_all(within_s=1)
 
 
 async def test_the_end_of_all_work_ends_what_waits_too() -> None:

@@ -103,6 +103,9 @@ class ScriptedEngine:
         )
         return self.info
 
+    async def abort(self, rollouts: Any) -> None:
+        await asyncio.sleep(self.world.rng.choice((0.0, 0.01, 1.0)))
+
     async def is_back(self, model: str) -> bool:
         return await self.learn(model) is not None
 
