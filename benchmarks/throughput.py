@@ -60,7 +60,7 @@ def service(engine_url: str, in_flight: int, times: Times, *, store: str = "sqli
     processes.new_run(engine_url)
     files = {"bench_rewards.py": REWARDS, PROMPTS_FILE: prompts(PROMPTS)}
     # A window has to hold many leases, also with few in flight.
-    min_groups = max(1, min(MOST_MIN_GROUPS, in_flight // GROUP // 4))
+    min_groups = max(1, min(MOST_MIN_GROUPS, in_flight // GROUP // 8))
     with (
         processes.folder() as folder,
         processes.service(config(engine_url, in_flight=in_flight, store=store), files, within=folder) as running,

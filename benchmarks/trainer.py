@@ -1,11 +1,11 @@
-"""A trainer that does nothing but its REST calls: leases in binary, acks, counts. Prints one JSON line.
+"""A trainer that does nothing but its REST calls: some ranks lease in binary, ack, count. Prints one JSON line.
 
     python -m benchmarks.trainer URL SERVICE_PID WARM_UP_S WINDOW_S MIN_GROUPS IN_FLIGHT
 
 Completions are counted when their group's ack was answered, and when their rollout finished; the lower count is given,
-for groups that had piled up before the window are no work of it. The window begins with a lease, WARM_UP_S after the
-start and not before IN_FLIGHT completions were acked (bounded in time), and ends with a lease. The event-loop lag is
-the service's own histogram over the window, its p99 interpolated inside the bucket, as Prometheus does it.
+for groups that had piled up before the window are no work of it. The window begins WARM_UP_S after the start and not before
+IN_FLIGHT completions were acked (bounded in time). Several ranks call side by side, as data-parallel trainers do: one
+alone would measure how long its own two calls take. The event-loop lag is the service's own histogram over the window, its p99 interpolated inside the bucket, as Prometheus does it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from benchmarks.load import GROUP, MOST_WARM_UP, Run, Times
 from benchmarks.processes import cpu_seconds, helpers_cpu_seconds
 from trainer_client.binary import ACCEPT, decode_lease
 
+RANKS = 4
 MAX_GROUPS = 64
 """At most, or all that is in flight where that is more."""
 WAIT_S = 5
@@ -74,19 +76,41 @@ def train(http: httpx.Client, min_groups: int, max_groups: int) -> int:
     return sum(len(group.samples) for group in lease.groups)
 
 
+class Rank(threading.Thread):
+    """Leases and acks until it is told to stop."""
+
+    def __init__(self, url: str, min_groups: int, max_groups: int, stop: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.acked = 0
+        self._url, self._sizes, self._over = url, (min_groups, max_groups), stop
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as http:
+            while not self._over.is_set():
+                self.acked += train(http, *self._sizes)
+
+
 def main(url: str, pid: int, times: Times, min_groups: int, in_flight: int) -> None:
-    acked = 0
-    max_groups = max(MAX_GROUPS, in_flight // GROUP)
+    stop = threading.Event()
+    ranks = [Rank(url, min_groups, max(MAX_GROUPS, in_flight // GROUP), stop) for _ in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+
+    def acked() -> int:
+        if not all(rank.is_alive() for rank in ranks):
+            raise RuntimeError("a rank of the trainer has failed; its traceback is above")
+        return sum(rank.acked for rank in ranks)
+
     begun = time.monotonic()
     with httpx.Client(base_url=url, timeout=60) as http:
         while (now := time.monotonic()) < begun + times.warm_up_s or (
-            acked < in_flight and now < begun + MOST_WARM_UP * times.warm_up_s
+            acked() < in_flight and now < begun + MOST_WARM_UP * times.warm_up_s
         ):
-            acked += train(http, min_groups, max_groups)
-        first = mark(http, pid, acked)
-        while time.monotonic() < first.at + times.window_s:
-            acked += train(http, min_groups, max_groups)
-        last = mark(http, pid, acked)
+            time.sleep(0.05)
+        first = mark(http, pid, acked())
+        time.sleep(times.window_s)
+        last = mark(http, pid, acked())
+    stop.set()
     print(difference(first, last).line())
 
 

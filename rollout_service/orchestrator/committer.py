@@ -1,10 +1,10 @@
 """Changes in, commits out, effects after them.
 
 What always holds: batches are committed one at a time in the order they were filled; an effect runs after the commit of
-everything collected before it, and effects run in the order they were added, but for those of a commit that leave first;
-when a commit fails, every effect not yet out is told so instead of run, and nothing more happens until `restart`.
-Changes that arrive during a commit share the next one (group commit), and while nobody waits for a commit, one begins
-`GATHER_S` after the last began at the soonest.
+everything collected before it, and effects run in the order they were added, but for those of a commit that leave
+first; when a commit fails, every effect not yet out is told so instead of run, and nothing more happens until
+`restart`. Changes that arrive during a commit share the next one (group commit), and while nobody waits for a commit,
+one begins `GATHER_S` after the last began at the soonest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The garbage collector: full collections come after many aborts, and not whenever Python finds it time."""
+"""The garbage collector: it runs when there is something to collect, and not whenever Python finds it time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 from rollout_service import collector
-from rollout_service.collector import ABORTS, Collector
+from rollout_service.collector import ABORTS, FULL_S, GROWTH, Collector
 from tests.engine_fleets import until
 
 
@@ -20,8 +20,7 @@ class Cycle:
         self.me = self
 
 
-@pytest.fixture
-def old_garbage() -> weakref.ref[Cycle]:
+def garbage() -> weakref.ref[Cycle]:
     """A cycle nobody refers to, in the oldest generation."""
     cycle = Cycle()
     gc.collect()  # it is alive: it becomes old
@@ -30,43 +29,65 @@ def old_garbage() -> weakref.ref[Cycle]:
     return gone
 
 
-async def test_a_full_collection_comes_with_time(
-    old_garbage: weakref.ref[Cycle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collector, "FULL_S", 0.05)
-    running = asyncio.ensure_future(Collector().run())
-    await until(lambda: old_garbage() is None)
-    running.cancel()
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-async def test_a_full_collection_comes_after_many_aborts_and_not_after_few(
-    old_garbage: weakref.ref[Cycle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collector, "SETTLE_S", 0.0)
-    tested = Collector()
-    running = asyncio.ensure_future(tested.run())
+def test_a_collection_comes_with_time() -> None:
+    clock, old = Clock(), garbage()
+    tested = Collector(clock)
+    clock.now += FULL_S - 1
+    assert not tested.look()
+    assert old() is not None
+    clock.now += 1
+    assert tested.look()
+    assert old() is None
+    assert not tested.look()
+
+
+def test_a_collection_comes_after_many_aborts_and_not_after_few() -> None:
+    old, tested = garbage(), Collector(Clock())
     tested.rollouts_aborted(ABORTS - 1)
-    for _ in range(10):  # passes of the loop, which is all it would need
-        await asyncio.sleep(0)
-    assert old_garbage() is not None
+    assert not tested.look()
     tested.rollouts_aborted(1)
-    await until(lambda: old_garbage() is None)
+    assert tested.look()
+    assert old() is None
+    assert not tested.look(), "those are dealt with"
+
+
+def test_a_collection_comes_when_much_more_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = Collector(Clock())
+    monkeypatch.setattr(gc, "get_count", lambda: (GROWTH - 1, 0, 0))
+    assert not tested.look()
+    monkeypatch.setattr(gc, "get_count", lambda: (GROWTH, 0, 0))
+    assert tested.look()
+
+
+async def test_it_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "LOOK_S", 0.01)
+    old, tested = garbage(), Collector()
+    running = asyncio.ensure_future(tested.run())
+    tested.rollouts_aborted(ABORTS)
+    await until(lambda: old() is None)
     running.cancel()
 
 
-def test_a_tamed_collector_never_looks_at_the_oldest_generation_by_itself() -> None:
+def test_python_collects_nothing_by_itself_once_tamed_and_still_counts() -> None:
     """In a process of its own: it is a setting of the whole process."""
     code = """
 import gc
 from rollout_service import collector
 collector.tame()
 before = gc.get_stats()
-kept = [[n] for n in range(300_000)]
-after = gc.get_stats()
-young, old = (after[i]["collections"] - before[i]["collections"] for i in (0, 2))
-assert young >= 40, young
-assert old == 0, old
+kept = [[n] for n in range(collector.GROWTH)]
+assert gc.get_stats() == before
+assert gc.get_count()[0] >= collector.GROWTH, gc.get_count()
 assert gc.get_freeze_count() > 1000
+assert collector.Collector().look()
+assert not collector.Collector().look()
 print("ok")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
