@@ -40,6 +40,8 @@ max_tokens = {tokens}
 [[rewards]]
 name = "brevity"
 function = "bench_rewards:brevity"
+[reward_workers]
+processes = 4
 [store]
 url = "{store}"
 """

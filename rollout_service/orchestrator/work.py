@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 RolloutKey = tuple[int, int, int]
 """(seq, attempt, index)."""
 Outcome = FinishedRollout | FailedRollout
-STARTS = 32
+STARTS = 8
 """Each sends a request at once. A thousand in one pass, after a mass cancel or for a trainer's first step, would hold
 up every call and probe meanwhile; and where more completions come in than a core can take, beginning no more than this
 in a pass is what keeps the passes short: the rest waits its turn here, and not in front of the trainer's calls."""
