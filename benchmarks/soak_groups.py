@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,6 +113,9 @@ class InstantScorer:
 
 class Plenty:
     """Engines that are never what is missing."""
+
+    async def abort(self, rollouts: Collection[str]) -> None:
+        pass
 
     def healthy_capacity(self) -> int:
         return 10**6

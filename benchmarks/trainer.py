@@ -3,9 +3,10 @@
     python -m benchmarks.trainer URL SERVICE_PID WARM_UP_S WINDOW_S MIN_GROUPS IN_FLIGHT
 
 Completions are counted when their group's ack was answered, and when their rollout finished; the lower count is given,
-for groups that had piled up before the window are no work of it. The window begins WARM_UP_S after the start and not before
-IN_FLIGHT completions were acked (bounded in time). Several ranks call side by side, as data-parallel trainers do: one
-alone would measure how long its own two calls take. The event-loop lag is the service's own histogram over the window, its p99 interpolated inside the bucket, as Prometheus does it.
+for groups that had piled up before the window are no work of it. The window begins WARM_UP_S after the start and not
+before IN_FLIGHT completions were acked (bounded in time). Several ranks call side by side, as data-parallel trainers
+do: one alone would measure how long its own two calls take. The event-loop lag is the service's own histogram over the
+window, its p99 interpolated inside the bucket, as Prometheus does it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ come in as arguments; nothing here waits, reads or writes. Changes and effects c
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -88,6 +89,8 @@ class Scheduler:
         self.policy = policy
         self.groups: dict[int, Group] = {}
         self.leases: dict[str, Lease] = {}
+        self._expiries: list[tuple[float, str]] = []
+        """Heap of (expires_at, lease_id); entries of leases that ended or were renewed are passed over."""
         self.version = 0
         self.paused = False
         self.final = False
@@ -199,6 +202,7 @@ class Scheduler:
             self._counts[state] = count
         self.ends = run.ends
         self.leases = {lease.lease_id: lease for lease in snapshot.leases}
+        self._expiries = sorted((lease.expires_at, lease.lease_id) for lease in snapshot.leases)
         self.checkpoints = {checkpoint.name: checkpoint for checkpoint in snapshot.checkpoints}
         for group in snapshot.groups:
             self._enter(group)
@@ -452,8 +456,15 @@ class Scheduler:
         for seq in seqs:
             self._apply(self.groups[seq], lifecycle.Leased(lease_id=lease_id), now)
             self._count_against_pace(seq)
-        self.leases[lease_id] = self._changes.leases[lease_id] = lease
+        self._hold(lease)
         return lease
+
+    def _hold(self, lease: Lease) -> None:
+        self.leases[lease.lease_id] = self._changes.leases[lease.lease_id] = lease
+        if len(self._expiries) > 64 + 2 * len(self.leases):  # most of it is of leases that ended long before their time
+            self._expiries = sorted((live.expires_at, live.lease_id) for live in self.leases.values())
+        else:
+            heapq.heappush(self._expiries, (lease.expires_at, lease.lease_id))
 
     def _count_against_pace(self, seq: int) -> None:
         if self.policy.pace_bound is not None:  # else the set would only grow
@@ -510,17 +521,24 @@ class Scheduler:
         if lease is None:
             return None
         lease = replace(lease, expires_at=max(lease.expires_at, now + lease_s))
-        self.leases[lease_id] = self._changes.leases[lease_id] = lease
+        self._hold(lease)
         return lease
 
     def expire(self, *, now: float) -> None:
         """End every lease whose time is over."""
-        for lease in [lease for lease in self.leases.values() if lease.expires_at <= now]:
-            self.release(lease.lease_id, None, now=now)
+        while (due := self.next_expiry()) is not None and due <= now:
+            _, lease_id = heapq.heappop(self._expiries)
+            self.release(lease_id, None, now=now)
 
     def next_expiry(self) -> float | None:
         """Unix seconds of the next moment `expire` has something to do."""
-        return min((lease.expires_at for lease in self.leases.values()), default=None)
+        while self._expiries:
+            expires_at, lease_id = self._expiries[0]
+            lease = self.leases.get(lease_id)
+            if lease is not None and lease.expires_at == expires_at:
+                return expires_at
+            heapq.heappop(self._expiries)
+        return None
 
     def _held(self, lease: Lease) -> list[int]:
         held = []
