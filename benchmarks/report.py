@@ -24,6 +24,7 @@ from typing import Protocol, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "bench.json"
+QUICK_RESULT = ROOT / "bench-quick.json"
 VERSIONS_OF = ("rollout-service", "aiohttp", "uvloop", "httpx", "msgspec", "uvicorn", "httptools", "trl")
 """The distributions a reader needs to know to compare two tables."""
 
@@ -214,7 +215,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=_positive, default=None, help="alternating runs (default 5; 1 with --quick)")
     parser.add_argument("--quick", action="store_true", help="short windows: to see that it works, not to measure")
-    parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file to add to (default bench.json)")
+    parser.add_argument(
+        "--output", type=Path, default=QUICK_RESULT if "--quick" in sys.argv else RESULT, help="the JSON file to add to"
+    )
     return parser
 
 

@@ -1,7 +1,7 @@
 """A service and a lean engine as a benchmark runs them, and what the engine's journal says about a stretch of time.
 
 What always holds: the service is the real one, in a process of its own on CLIENT_CORE, with SQLite in FULL on a real
-disk and a reward on; engine, trainer and reward workers share ENGINE_CORE. Whatever was started ends with its block.
+disk and a reward on; engine and trainer share ENGINE_CORE. Whatever was started ends with its block.
 All times are CLOCK_MONOTONIC seconds, which every process of the machine shares.
 """
 

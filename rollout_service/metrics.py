@@ -75,7 +75,7 @@ from rollout_service.core.scheduler import Blocked
 from rollout_service.orchestrator.views import StatusView
 
 LAG_INTERVAL_S = 0.02
-"""Often enough to meet every stall of 50 ms half the time, seldom enough to cost nothing."""
+"""Often enough to meet every stall of 20 ms, seldom enough to cost nothing."""
 
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800)
 SCORING = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -150,7 +150,7 @@ class Discovery:
         except LookFailed as failed:
             self._failed(place, str(failed))
             return
-        except Exception as error:
+        except Exception as error:  # a fault of ours; the other sources go on, and so does this one at its next look
             self._failed(place, f"{type(error).__name__}: {error}", error)
             return
         if place.failure is not None:
@@ -222,7 +222,7 @@ class Discovery:
         except RolloutServiceError as error:
             # Too many, or removed meanwhile: the next look tells.
             self._say(key, spec, str(error))
-        except Exception:
+        except Exception:  # a fault of ours costs this engine, and is tried again
             self._forget(key)
             log.exception("engine_not_added", engine=spec.url)
         else:
@@ -237,7 +237,7 @@ class Discovery:
             await self._engines.remove(member.engine.id, drain_s=self._drain_s)
         except (NotFound, ShuttingDown):
             return  # somebody else did, or will not
-        except Exception:
+        except Exception:  # a fault of ours; nobody waits for this task, so it is said here
             log.exception("engine_not_removed", id=member.engine.id, engine=member.engine.url)
 
     def _say(self, key: Key, spec: EngineSpec, why: str) -> None:

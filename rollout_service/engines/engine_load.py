@@ -97,6 +97,8 @@ class EngineLoad:
         self.readable = True
         self.report = None
         self._foreign = 0
+        if self._adaptive is not None:
+            self._adaptive = AdaptiveLimit(self._adaptive.ceiling)
 
     async def look(self, engine: Control) -> bool:
         """Read its `/metrics`; whether its limit is another now."""
@@ -105,7 +107,8 @@ class EngineLoad:
         except EngineFault as fault:
             if isinstance(fault, StatusFault) and fault.status in (401, 403, 404, 405):
                 self.readable = False
-                log.info("engine_reports_no_load", engine=engine.url, error=str(fault))
+                tell = log.warning if self.auto else log.info
+                tell("engine_reports_no_load", engine=engine.url, error=str(fault), max_inflight=self.limit)
             return False
         report = read_load(raw)
         if report is None:

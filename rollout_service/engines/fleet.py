@@ -30,7 +30,7 @@ from rollout_service.engines.http import EngineClients
 from rollout_service.engines.members import Members
 from rollout_service.engines.requests import GenerateRequest, RequestIds
 from rollout_service.engines.retry import Answer, Deadline, Gate, Generation, RetryPolicy
-from rollout_service.engines.routing import capacity, choose
+from rollout_service.engines.routing import capacity, choose, takers
 from rollout_service.engines.settings import POLICY_VERSION, CallTracer, EngineEvents, FleetSettings, NoEvents
 from rollout_service.engines.sources import source_of
 from rollout_service.engines.texts import PromptTexts
@@ -349,7 +349,7 @@ class Fleet:
 
     def _wake(self) -> None:
         """Give free slots to those who wait, first come first served."""
-        while self._waiters and any(member.open for member in self._members):
+        while self._waiters and takers(list(self._members)):
             for waiter in self._waiters:
                 member = self._pick(waiter.wish)
                 if member is not None:

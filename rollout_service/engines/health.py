@@ -19,7 +19,7 @@ import structlog
 
 from rollout_service.core.model import Turn, WeightUpdate
 from rollout_service.engines.engine_load import EngineLoad
-from rollout_service.engines.faults import EngineFault, StatusFault
+from rollout_service.engines.faults import BadAnswer, EngineFault, StatusFault
 from rollout_service.engines.learning import Learning
 from rollout_service.engines.requests import GenerateRequest
 from rollout_service.engines.running import Running
@@ -80,6 +80,7 @@ class Member:
         self._failed_probe = True
         self._nudge = asyncio.Event()
         self._verifying: asyncio.Task[bool] | None = None
+        self._trial: asyncio.TimerHandle | None = None
         self._warned_unversioned = False
 
     @property
@@ -163,7 +164,10 @@ class Member:
         self, request: GenerateRequest, request_id: str, *, timeout_s: float, fresh: bool = False
     ) -> Turn:
         """As the engine's own; EngineRemoved where it is leaving, or leaves meanwhile and is out of patience."""
-        return await self._running.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
+        turn = await self._running.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
+        if not await self._learning.vouched():
+            raise BadAnswer(f"{self.engine.url} came back and could not be read as it was before")
+        return turn
 
     def resize(self, spec: EngineSpec) -> None:
         """Take as many requests at once as `spec` says from now on; those beyond it that run already go on."""
@@ -201,8 +205,17 @@ class Member:
         doubts = self.doubtful and not doubted
         if doubts:
             log.warning("engine_doubtful", engine=self.engine.url, failures=self._trust.failures, last=str(fault))
+        if self.doubtful:
+            self._try_later()
         if lowered or doubts:
             self._changed()
+
+    def _try_later(self) -> None:
+        """Whoever waits for an engine is told when this one may be tried again."""
+        if self._trial is not None:
+            self._trial.cancel()
+        pause = self._trust.rests_until - self._clock()
+        self._trial = asyncio.get_running_loop().call_later(max(0.001, pause), self._changed)
 
     def struck(self, why: str) -> None:
         """A request met a transport error or a 5xx."""
@@ -353,6 +366,8 @@ class Member:
             self._verifying.cancel()
             await asyncio.wait({self._verifying})
         await self._learning.close()
+        if self._trial is not None:
+            self._trial.cancel()
         if self._broken_off:
             await asyncio.wait(self._broken_off, timeout=CLOSE_S)
         await self.engine.close()

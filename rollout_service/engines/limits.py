@@ -11,7 +11,7 @@ from __future__ import annotations
 from rollout_service.engines.loads import LoadReport
 
 FIRST = 64
-"""The limit of an engine nobody knows yet: a few groups, which any engine takes, and 24 s away from 256."""
+"""The limit of an engine nobody knows yet: a few groups, which any engine takes, and 14 s away from 256."""
 FLOOR = 4
 """Below that an engine would not even batch, and a queue that others fill would take it away from us altogether."""
 STEP = 16

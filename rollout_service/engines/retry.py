@@ -203,7 +203,7 @@ class Generation:
         if member.leaving and fault.transient:
             self._events.retried(fault.failure_reason)
             return 0.0
-        if fault.failure_reason is not FailureReason.PROMPT_TOO_LONG:
+        if not self._of_the_rollout(fault):
             member.failed(fault)
         down = isinstance(fault, TransportFault) and not await member.verify()
         if down and self._uncounted < MAX_UNCOUNTED:
@@ -223,6 +223,12 @@ class Generation:
             raise self._failed(FailureReason.DEADLINE, f"no time for another attempt; last: {fault}", member)
         self._events.retried(fault.failure_reason)
         return pause_s
+
+    def _of_the_rollout(self, fault: EngineFault) -> bool:
+        """Whether it says nothing of the engine: the prompt or its sampling is wrong, or the rollout's time was up."""
+        if isinstance(fault, StatusFault):
+            return fault.status in (400, 422)
+        return isinstance(fault, RequestTimeout) and self._deadline.remaining() <= TIMER_SLACK_S
 
     def _failed(self, reason: FailureReason, detail: str, member: Member) -> GenerationFailed:
         return GenerationFailed(

@@ -82,8 +82,7 @@ def choose(
     engines = list(engines)
     if len(engines) == 1:
         return engines[0] if engines[0].open else None
-    sure = any(engine.usable and not engine.doubtful for engine in engines)
-    able = [engine for engine in engines if engine.open and (engine.on_trial or not (sure and engine.doubtful))]
+    able = takers(engines)
     if not able:
         return None
     best = min(able, key=lambda engine: (engine is avoid, engine.pressed, load(engine), engine.given))
@@ -91,6 +90,14 @@ def choose(
         if one is not None and one is not avoid and _stays(one, best, able, factor):
             return one
     return best
+
+
+def takers(engines: Sequence[E]) -> list[E]:
+    """Those of `engines` that may be given a request now."""
+    if not any(engine.open for engine in engines):
+        return []
+    sure = len(engines) > 1 and any(engine.usable and not engine.doubtful for engine in engines)
+    return [engine for engine in engines if engine.open and (engine.on_trial or not (sure and engine.doubtful))]
 
 
 def load(engine: Load) -> float:

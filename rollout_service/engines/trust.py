@@ -1,8 +1,8 @@
 """What the requests of an engine say for or against it. Pure.
 
-What always holds: one that succeeds ends every doubt; only transport errors and 5xx, `STRIKES` in a row, take an engine
-out (design 3.2.5), one of them where it was taken out so before and nothing has succeeded since; failures of any other
-kind make it doubtful at most. A probe that finds the engine down explains what failed before.
+What always holds: one that succeeds ends every doubt; only transport errors and 5xx take an engine out (design 3.2.5):
+`STRIKES` without a success between them, or one where it was taken out so before and nothing has succeeded since;
+failures of any other kind make it doubtful at most. A probe that finds the engine down explains what failed before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Trust:
         self.failures = 0
         """Failures of any kind in a row."""
         self._suspect = False
-        self._rests_until = -math.inf
+        self.rests_until = -math.inf
+        """When it may be tried again, on the clock that `failed` is told of."""
 
     @property
     def doubtful(self) -> bool:
@@ -37,7 +38,7 @@ class Trust:
 
     def may_try(self, now: float) -> bool:
         """Whether that one request may be made now; `now` on the clock that `failed` is told of."""
-        return now >= self._rests_until
+        return now >= self.rests_until
 
     def succeeded(self) -> None:
         self.strikes = self.failures = 0
@@ -48,7 +49,7 @@ class Trust:
         self.failures += 1
         if self.doubtful:
             again = min(16, max(0, self.failures - DOUBTS))
-            self._rests_until = now + min(LONGEST_TRIAL_S, TRIAL_S * 2.0**again)
+            self.rests_until = now + min(LONGEST_TRIAL_S, TRIAL_S * 2.0**again)
 
     def struck(self) -> bool:
         """A transport error or a 5xx; whether the engine is to be taken out for it."""

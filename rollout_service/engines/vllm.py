@@ -295,7 +295,10 @@ class VllmEngine:
         Quick: a vLLM that has just started takes up to 12 s to answer its first /server_info. Raises as `learn`.
         """
         known = self.info
-        return known is not None and await self._served(model) == (known.model, known.max_model_len)
+        if known is None or await self._served(model) != (known.model, known.max_model_len):
+            return False
+        self.info = replace(known, priorities=False)  # not to be named where it is not sure
+        return True
 
     async def learn(self, model: str) -> EngineInfo:
         """Read what the engine serves; `model`: the configured name, or empty for what it serves first.

@@ -170,15 +170,16 @@ class Committer:
             log.exception("commit_raised")
             self._fail(pending, StoreUnavailable(f"the store failed: {error!r}"))
             return False
+        else:
+            try:
+                if pending.first:
+                    _run(pending.first)
+                    await asyncio.sleep(BREATH_S)
+            finally:  # also where this ends in the pause: what is committed has happened
+                _run(run for run, _ in pending.effects)
+            return True
         finally:
             self._busy = False
-        try:
-            if pending.first:
-                _run(pending.first)
-                await asyncio.sleep(BREATH_S)
-        finally:  # also where this ends in the pause: what is committed has happened
-            _run(run for run, _ in pending.effects)
-        return True
 
     def _fail(self, pending: _Pending, error: StoreUnavailable) -> None:
         self._queue.appendleft(pending)

@@ -41,7 +41,7 @@ class Engines(Protocol):
         """Abort what runs for `rollouts` (see `rollout_id`), whose tasks are cancelled next. Returns soon after."""
 
     def unhealthy(self) -> Mapping[str, str]:
-        """URL -> what is wrong, of every engine that is not healthy."""
+        """URL -> what is wrong, of every engine that is not healthy and every source of engines that cannot be read."""
 
 
 class Clock(Protocol):

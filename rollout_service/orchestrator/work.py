@@ -2,7 +2,8 @@
 
 What always holds: a stopped task reports nothing; a task reports exactly once otherwise, whatever its part does: an
 exception becomes a failed rollout or an unscored group, and is logged with its traceback. At most `STARTS` rollouts
-begin in one pass of the event loop, in the order they were given, and none before what was stopped just now has ended.
+begin in one pass of the event loop, in the order they were given, and none before what was stopped just now has ended
+or `HOLD_S` has passed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ up every call and probe meanwhile; and where more completions come in than a cor
 in a pass is what keeps the passes short: the rest waits its turn here, and not in front of the trainer's calls."""
 
 AHEAD_S = 0.05
-"""How long the engines have to answer an abort call before tasks are cancelled; 64 aborts take a vLLM server 7 ms."""
+"""How long the engines have to answer an abort call before tasks are cancelled. The call itself takes a vLLM server
+some milliseconds; the answers of what it aborts follow, and what has not come by then loses its connection."""
 HOLD_S = 0.25
 """How long new rollouts wait for stopped ones at most: those of a program may take their time. The others end at once,
 and a thousand new requests in front of that would have stale tokens decoded meanwhile."""
@@ -137,7 +139,7 @@ class Work:
                 await self._abort(aborting.keys())
         except TimeoutError:
             pass  # cancelling closes their connections, which aborts as well
-        except Exception:
+        except Exception:  # a fault of ours; the tasks are cancelled all the same
             log.exception("abort_raised")
         finally:
             for task in aborting.values():

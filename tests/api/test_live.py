@@ -96,8 +96,9 @@ async def test_a_halt_a_version_and_a_stale_group_are_told():
         service.runner.answer = lambda job: failed(job.index)
         await service.submit("b")
         await until(lambda: service.door.status().halt is not None)
-        view = await live_view(service)
-        assert view["recent"][0]["kind"] == "halted"
+        async with asyncio.timeout(10):  # what is told follows its commit
+            while (view := await live_view(service))["recent"][0]["kind"] != "halted":
+                pass
         assert "unlucky prompt 4711" in view["recent"][0]["text"]
         assert view["totals"]["halts"] == 1
 

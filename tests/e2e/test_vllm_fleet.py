@@ -161,7 +161,7 @@ def load_weights(server: VllmServer, folder: Path) -> None:
     httpx.post(f"{server.url}/collective_rpc", json=body, timeout=60).raise_for_status()
 
 
-def test_priorities_are_sent_to_the_engine_that_schedules_by_them(
+def test_the_service_knows_which_engine_schedules_by_priority_and_both_take_what_they_are_sent(
     servers: list[VllmServer], service: Callable[..., Service]
 ) -> None:
     """vLLM says so in its log of requests; here it is enough that both servers take what they are sent."""

@@ -58,3 +58,55 @@ async def test_after_a_stop_it_can_start_again_with_nothing_left_of_before() -> 
     await asyncio.wait_for(committer.committed(), 1)
     assert ran == ["lost: unreadable"]
     await committer.stop()
+
+
+async def test_what_leaves_first_leaves_before_the_rest_and_committed_waits_for_all_of_it() -> None:
+    store = Store()
+    store.go.set()
+    committer = committer_of(store)
+    ran: list[str] = []
+    committer.batch.run = RunState()
+    committer.after_commit(lambda: ran.append("rest"))
+    committer.after_commit_first(lambda: ran.append("first"))
+    committer.flush()
+    while not ran:
+        await asyncio.sleep(0)
+    assert ran == ["first"], "the rest waits a moment"
+    await asyncio.wait_for(committer.committed(), 5)  # called in that moment
+    assert ran == ["first", "rest"]
+    await committer.stop()
+
+
+async def test_a_stop_in_that_moment_still_has_the_rest_leave_for_it_is_committed() -> None:
+    store = Store()
+    store.go.set()
+    committer = committer_of(store)
+    ran: list[str] = []
+    committer.batch.run = RunState()
+    committer.after_commit(lambda: ran.append("rest"), lambda error: ran.append("lost"))
+    committer.after_commit_first(lambda: ran.append("first"))
+    committer.flush()
+    while not ran:
+        await asyncio.sleep(0)
+    await committer.stop(StoreUnavailable("unreadable"))
+    assert ran == ["first", "rest"]
+
+
+async def test_commits_gather_while_nobody_waits_and_go_at_once_when_somebody_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_service.orchestrator.committer.GATHER_S", 3600.0)
+    store = Store()
+    store.go.set()
+    committer = committer_of(store)
+    ran: list[int] = []
+    for number in range(3):
+        committer.batch.run = RunState()
+        committer.after_commit(lambda number=number: ran.append(number))
+        committer.flush()
+        for _ in range(10):  # passes of the loop, which is all a commit of this store takes
+            await asyncio.sleep(0)
+    assert ran == [0], "the first goes at once, the others gather"
+    await asyncio.wait_for(committer.committed(), 5)
+    assert ran == [0, 1, 2]
+    await committer.stop()

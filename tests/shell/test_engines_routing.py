@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rollout_service.core.model import FailureReason
-from rollout_service.engines import CacheSalt, EngineSpec, Fleet, FleetSettings
+from rollout_service.engines import CacheSalt, EngineSpec, Fleet, FleetSettings, GenerationFailed
 from tests.engine_fleets import ask, fleet_of, generate, until
 from tests.engine_script import Asked, Reply, ScriptedEngine, hold
 
@@ -145,12 +145,12 @@ async def test_an_engine_that_refuses_everything_at_once_does_not_get_all_the_wo
 
 async def test_one_success_ends_the_doubt() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, fleet_of(one, two, max_attempts=1) as fleet:
-        one.script = lambda asked: Reply(status=400, body=b'{"error": {"message": "no"}}')
+        one.script = lambda asked: Reply(status=404, body=b'{"error": {"message": "no"}}')
         failures = 0
         while not fleet.describe()[0]["doubtful"]:
             try:
                 await generate(fleet)
-            except Exception:
+            except GenerationFailed:
                 failures += 1
         assert failures == 3
         one.script = lambda asked: Reply()
@@ -215,19 +215,65 @@ def test_a_salt_is_another_after_the_version_went_back_and_up_again_and_after_a_
     assert CacheSalt(lambda: 5, lambda: 0)() != before
 
 
-async def test_an_engine_that_comes_back_works_before_it_has_told_all_of_its_configuration() -> None:
+async def test_an_engine_that_comes_back_works_at_once_and_its_answers_wait_until_it_has_told_the_rest() -> None:
     """A vLLM that has just started takes up to 12 s to answer its first /server_info."""
     async with ScriptedEngine() as engine, fleet_of(engine) as fleet:
+        engine.server_info = PRIORITY
         await engine.stop()
         await until(lambda: not fleet.describe()[0]["healthy"])
         told = asyncio.Event()
         engine.before_server_info = told.wait
         await engine.start()
-        assert (await generate(fleet)).attempts == 1
-        engine.server_info = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logits"}}}
+        working = asyncio.ensure_future(generate(fleet, replace(ask(), priority=7)))
+        await engine.wait_asked(1)
+        assert "priority" not in engine.asked[0].body, "whether it has them now is not known yet"
+        await engine.wait_for(lambda: engine.asked[0].outcome == "answered")
+        assert not working.done()
         told.set()
+        assert (await working).attempts == 1
+
+
+async def test_what_an_engine_answered_before_it_turned_out_to_be_another_is_not_used() -> None:
+    async with ScriptedEngine() as engine, fleet_of(engine, max_attempts=1) as fleet:
+        await engine.stop()
         await until(lambda: not fleet.describe()[0]["healthy"])
-        assert "logits" in fleet.describe()[0]["error"], "what it tells later still counts"
+        told = asyncio.Event()
+        engine.before_server_info = told.wait
+        engine.server_info = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logits"}}}
+        await engine.start()
+        working = asyncio.ensure_future(generate(fleet))
+        await engine.wait_asked(1)
+        told.set()
+        with pytest.raises(GenerationFailed) as failed:
+            await working
+        assert failed.value.reason is FailureReason.BAD_ANSWER
+        assert "logits" in fleet.describe()[0]["error"]
+
+
+async def test_refusals_of_a_prompt_say_nothing_against_an_engine() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine() as two, fleet_of(one, two) as fleet:
+        one.script = two.script = lambda asked: Reply(status=400, body=b'{"error": {"message": "no"}}')
+        for _ in range(8):
+            with pytest.raises(GenerationFailed):
+                await generate(fleet)
+        assert not any(engine["doubtful"] for engine in fleet.describe())
+
+
+async def test_who_waits_is_told_when_a_doubtful_engine_may_be_tried_again() -> None:
+    async with ScriptedEngine() as sure, ScriptedEngine() as bad, fleet_of(sure, bad, max_inflight=2) as fleet:
+        sure.script, reply = hold()
+        held = [asyncio.ensure_future(generate(fleet, deadline_s=60)) for _ in range(4)]
+        await sure.wait_asked(2)
+        bad.script = lambda asked: Reply(status=404)
+        while not fleet.describe()[1]["doubtful"]:
+            await asyncio.gather(*held[2:], return_exceptions=True)
+            held[2:] = [asyncio.ensure_future(generate(fleet)) for _ in range(2)]
+            await asyncio.sleep(0)
+        bad.script = lambda asked: Reply()
+        waiting = asyncio.ensure_future(generate(fleet))
+        assert (await waiting).engine == bad.url  # nothing else happens that could wake it: the sure one stays full
+        reply.set_result(Reply())
+        await asyncio.gather(*held, return_exceptions=True)
 
 
 async def test_an_engine_whose_logprobs_may_be_others_now_is_asked_before_it_works() -> None:

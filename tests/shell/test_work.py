@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
+
+import pytest
 
 from rollout_service.core.group import Group
 from rollout_service.core.model import (
@@ -70,12 +72,15 @@ async def nothing(rollouts: Collection[str]) -> None:
     pass
 
 
-def work(runner: Runner, settled: list[RolloutKey]) -> Work:
+Abort = Callable[[Collection[str]], Awaitable[None]]
+
+
+def work(runner: Runner, settled: list[RolloutKey], abort: Abort = nothing) -> Work:
     return Work(
         runner,
         Scorer(),
         PauseGate(),
-        abort=nothing,
+        abort=abort,
         settled=lambda key, outcome, seconds: settled.append(key),
         scored=lambda group, job, scores: None,
     )
@@ -154,6 +159,47 @@ async def test_a_stopped_rollout_that_takes_its_time_holds_new_ones_up_for_a_mom
     assert not runner.slow.is_set()
     runner.slow.set()
     await tested.stop_all(within_s=1)
+
+
+async def test_the_engines_are_told_once_for_all_before_any_task_is_cancelled() -> None:
+    runner, told = Runner(), []
+
+    async def abort(rollouts: Collection[str]) -> None:
+        told.append(sorted(rollouts))
+        assert runner.cancelled == []
+        await asyncio.sleep(0)
+        assert runner.cancelled == []
+
+    tested = work(runner, [], abort)
+    for seq in (1, 2):
+        tested.start_rollouts(replace(group(2), seq=seq), range(2), PROMPT)
+    await asyncio.sleep(0)
+    for seq in (1, 2):
+        tested.stop_rollouts(replace(group(2), seq=seq), range(2))
+    async with asyncio.timeout(10):
+        while len(runner.cancelled) < 4:
+            await asyncio.sleep(0)
+    assert told == [["g-1.1.0", "g-1.1.1", "g-2.1.0", "g-2.1.1"]]
+
+
+async def hanging(rollouts: Collection[str]) -> None:
+    await asyncio.Event().wait()
+
+
+async def raising(rollouts: Collection[str]) -> None:
+    raise RuntimeError("a fault of ours")
+
+
+@pytest.mark.parametrize("abort", [hanging, raising])
+async def test_tasks_are_cancelled_whatever_the_abort_call_does(abort: Abort) -> None:
+    runner = Runner()
+    tested = work(runner, [], abort)
+    tested.start_rollouts(group(2), range(2), PROMPT)
+    await asyncio.sleep(0)
+    tested.stop_rollouts(group(2), range(2))
+    async with asyncio.timeout(10):
+        while len(runner.cancelled) < 2:
+            await asyncio.sleep(0.001)
 
 
 async def test_the_end_of_all_work_ends_what_waits_too() -> None:
