@@ -89,7 +89,7 @@ class EngineLoad:
         """It said that it has too many (429, 503); whether its limit is another now."""
         before = self.limit
         if self._adaptive is not None:
-            self._adaptive.refused()
+            self._adaptive.refused(self.in_flight)
         return self.limit != before
 
     def restarted(self) -> None:

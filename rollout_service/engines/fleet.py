@@ -57,9 +57,15 @@ class Wish:
     need: int
     """Tokens its context has to hold; 0: not known."""
     group: str
-    session: str
+    rollout: str
+    many_turns: bool
     avoid: Member | None
     """The engine that failed it."""
+
+    @property
+    def session(self) -> str:
+        """Whose history an engine may have."""
+        return self.rollout if self.many_turns else ""
 
 
 class _Waiter:
@@ -257,6 +263,8 @@ class Fleet:
 
         Returns when the engines have answered. Nothing is lost where it fails or is too slow: cancelling aborts too.
         """
+        for waiter in [waiter for waiter in self._waiters if waiter.wish.rollout in rollouts]:
+            waiter.slot.cancel()  # else they would take the slots that are freed, and send what nobody wants
         await asyncio.gather(*(member.engine.abort(rollouts) for member in self._members))
 
     async def prompt_text(self, ids: array[int]) -> str | None:
@@ -277,7 +285,7 @@ class Fleet:
         """A slot of an engine, with the gate open at this moment; `release` it. Raises GenerationFailed."""
         # One more than the prompt: a prompt that fills the context leaves no room for a token.
         need = 0 if request.token_ids is None else len(request.token_ids) + 1
-        wish = Wish(need=need, group=request.group, session=request.rollout if request.many_turns else "", avoid=avoid)
+        wish = Wish(need=need, group=request.group, rollout=request.rollout, many_turns=request.many_turns, avoid=avoid)
         while True:
             deadline.extend(await gate.passed())
             self._check_length(need)

@@ -19,7 +19,7 @@ import structlog
 
 from rollout_service.core.model import Turn, WeightUpdate
 from rollout_service.engines.engine_load import EngineLoad
-from rollout_service.engines.faults import BadAnswer, EngineFault, StatusFault
+from rollout_service.engines.faults import EngineFault, StatusFault
 from rollout_service.engines.learning import Learning
 from rollout_service.engines.requests import GenerateRequest
 from rollout_service.engines.running import Running
@@ -69,9 +69,9 @@ class Member:
         self._clock = clock
         self._changed = changed
         self._version = version
-        self._running = Running(engine)
         self._trust = Trust()
         self._learning = Learning(engine, settings, refuse=self._take_out)
+        self._running = Running(engine, vouched=self._learning.vouched)
         self._broken_off: set[asyncio.Task[LoadFailed | None]] = set()
         self._alone = alone
         self._loading = 0
@@ -164,10 +164,7 @@ class Member:
         self, request: GenerateRequest, request_id: str, *, timeout_s: float, fresh: bool = False
     ) -> Turn:
         """As the engine's own; EngineRemoved where it is leaving, or leaves meanwhile and is out of patience."""
-        turn = await self._running.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
-        if not await self._learning.vouched():
-            raise BadAnswer(f"{self.engine.url} came back and could not be read as it was before")
-        return turn
+        return await self._running.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
 
     def resize(self, spec: EngineSpec) -> None:
         """Take as many requests at once as `spec` says from now on; those beyond it that run already go on."""

@@ -19,6 +19,9 @@ from rollout_service.engines.settings import FleetSettings
 from rollout_service.engines.vllm import VllmEngine
 from rollout_service.errors import ConfigError
 
+TRIES, PAUSE_S = 3, 0.5
+"""Of the rest, before an engine that is in use already is taken out for it."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -30,43 +33,53 @@ class Learning:
         self._settings = settings
         self._refuse = refuse
         self._model = "" if settings.model_per_version else settings.model
-        self._rest: asyncio.Task[bool] | None = None
+        self._rest: asyncio.Task[None] | None = None
+        """Reads the rest; still here when it has ended: then it ended badly."""
         self._warned = False
 
     async def learn(self) -> None:
         """Raises ConfigError where it is no engine for this run, EngineFault where nothing can be said yet."""
+        await self.close()  # what is still being read may be of the server before this one
         likely = self._settings.temperature == 1 or self._settings.allow_raw_logprobs
         if likely and await self._engine.is_back(self._model):
-            if self._rest is None or self._rest.done():
-                self._rest = asyncio.get_running_loop().create_task(self._learn_rest(), name="engine-learn-rest")
+            self._rest = asyncio.get_running_loop().create_task(self._learn_rest(), name="engine-learn-rest")
         else:
             self._check(await self._engine.learn(self._model))
 
     async def vouched(self) -> bool:
         """Whether what the engine answered may be used; waits while the rest of it is being read."""
-        if self._rest is None:
-            return True
-        return await asyncio.shield(self._rest)
+        while (rest := self._rest) is not None:
+            await asyncio.wait({rest})
+            if rest is self._rest:
+                return False
+        return True
 
     async def close(self) -> None:
-        if self._rest is not None and not self._rest.done():
-            self._rest.cancel()
-            await asyncio.wait({self._rest})
+        rest, self._rest = self._rest, None
+        if rest is not None and not rest.done():
+            rest.cancel()
+            await asyncio.wait({rest})
 
-    async def _learn_rest(self) -> bool:
+    async def _learn_rest(self) -> None:
         try:
-            self._check(await self._engine.learn(self._model))
-        except EngineFault as fault:  # its probes tell whether it is down
-            log.info("engine_not_learnt_again", engine=self._engine.url, error=str(fault))
-            return False
-        except ConfigError as wrong:
-            self._refuse(str(wrong))
-            return False
-        except Exception:  # of ours; it costs what the engine answered meanwhile, and must not go unseen
+            self._check(await self._told())
+        except (EngineFault, ConfigError) as wrong:
+            self._refuse(str(wrong))  # a later probe learns it anew
+        except Exception as error:  # a fault of ours must not leave an engine in use that nobody vouches for
             log.exception("engine_learn_failed", engine=self._engine.url)
-            return False
-        self._rest = None
-        return True
+            self._refuse(f"{type(error).__name__}: {error}"[:300])
+        else:
+            self._rest = None
+
+    async def _told(self) -> EngineInfo:
+        """What it says of itself; one that has just come up may miss a beat."""
+        for _ in range(TRIES - 1):
+            try:
+                return await self._engine.learn(self._model)
+            except EngineFault as fault:
+                log.info("engine_not_learnt_yet", engine=self._engine.url, error=str(fault))
+                await asyncio.sleep(PAUSE_S)
+        return await self._engine.learn(self._model)
 
     def _check(self, info: EngineInfo) -> None:
         url, mode, temperature = self._engine.url, info.logprobs_mode, self._settings.temperature

@@ -68,8 +68,9 @@ class AdaptiveLimit:
             self._value = min(self._ceiling, self._value + max(1, min(STEP, self._value // QUEUE)))
         return self._value
 
-    def refused(self) -> int:
-        """The new limit, after the engine answered 429 or 503 to a request."""
+    def refused(self, in_flight: int) -> int:
+        """The new limit, after the engine answered 429 or 503 to a request; `in_flight`: our own requests there."""
+        self._settled = self._settled or in_flight <= self._value
         self._decrease()
         return self._value
 

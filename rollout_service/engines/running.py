@@ -7,10 +7,11 @@ there, and only then.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollout_service.core.model import Turn
-from rollout_service.engines.faults import EngineRemoved
+from rollout_service.engines.faults import BadAnswer, EngineRemoved, RequestTimeout
 from rollout_service.engines.requests import GenerateRequest
 from rollout_service.engines.vllm import VllmEngine
 
@@ -18,8 +19,10 @@ from rollout_service.engines.vllm import VllmEngine
 class Running:
     """At one engine."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: VllmEngine, *, vouched: Callable[[], Awaitable[bool]]) -> None:
+        """`vouched`: whether what the engine has answered may be used; it may wait to know."""
         self._engine = engine
+        self._vouched = vouched
         self._requests: set[asyncio.Task[Any]] = set()
         self._recalled: set[asyncio.Task[Any]] = set()
         self._leaving = asyncio.Event()
@@ -38,7 +41,15 @@ class Running:
         assert task is not None  # noqa: S101 - for mypy: a coroutine runs in a task
         self._requests.add(task)
         try:
-            return await self._engine.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
+            ends_at = asyncio.get_running_loop().time() + timeout_s
+            turn = await self._engine.generate(request, request_id, timeout_s=timeout_s, fresh=fresh)
+            try:
+                async with asyncio.timeout_at(ends_at):
+                    if not await self._vouched():
+                        raise BadAnswer(f"{self._engine.url} came back and is not what it was before")
+            except TimeoutError:
+                raise RequestTimeout(f"{self._engine.url} did not tell in time what it is") from None
+            return turn
         except asyncio.CancelledError:
             if task not in self._recalled or task.uncancel():
                 raise  # somebody else ends it too

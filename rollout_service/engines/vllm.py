@@ -176,15 +176,20 @@ class VllmEngine:
         except (asyncio.CancelledError, BadAnswer):
             if abort_id not in self._ahead:
                 self._aborts.add(abort_id, sent_at)
-            raise
+                raise
+            raise asyncio.CancelledError from None
         except aiohttp.ConnectionTimeoutError as error:
             raise TransportFault(f"no connection to {self.url} in {CONNECT_S:g} s") from error
         except TimeoutError as error:
+            if abort_id in self._ahead:
+                raise asyncio.CancelledError from None
             if flight.connecting:
                 raise TransportFault(f"no connection to {self.url} in {timeout_s:.3g} s") from error
             self._aborts.add(abort_id, sent_at)
             raise RequestTimeout(f"no answer in {timeout_s:.3g} s") from error
         except (aiohttp.ClientError, OSError) as error:
+            if abort_id in self._ahead:
+                raise asyncio.CancelledError from None  # what comes of an abort of ours says nothing of the engine
             raise self._broken(error, flight, answered, sent_at) from error
         finally:
             self._ended(request.rollout, abort_id)

@@ -167,7 +167,7 @@ class Writer:
         self.run = snapshot.run
         self.core.load(snapshot, now=self._clock())
         self.core.halt = self._halted or self.core.halt
-        self.version = self.core.version
+        self._show_version(self.core.version)  # a reset may have become durable though its commit was lost on the way
 
     # the turn
 

@@ -78,6 +78,34 @@ async def test_cancelling_after_the_call_closes_the_connection_and_repeats_only_
         assert engine.aborts == [both, both]
 
 
+@pytest.mark.parametrize("reply", [Reply(cut=True), Reply(cut_inside=True), Reply(status=500), Reply(body=b"{")])
+async def test_whatever_an_engine_makes_of_our_abort_says_nothing_against_it(reply: Reply) -> None:
+    async with ScriptedEngine() as engine, fleet_of(engine) as fleet:
+        engine.script, answer = hold()
+        tasks = await begun(fleet, engine, 6)
+        await fleet.abort([rollout(row) for row in range(6)])
+        answer.set_result(reply)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in ended)
+        (state,) = fleet.describe()
+        assert state["healthy"]
+        assert not state["doubtful"]
+        assert len(engine.asked) == 6, "and nothing of it is asked again"
+
+
+async def test_those_who_wait_for_a_slot_do_not_take_the_ones_that_aborts_free() -> None:
+    async with ScriptedEngine() as engine, fleet_of(engine, max_inflight=2) as fleet:
+        engine.script, reply = hold()
+        requests = [replace(ask(), tag=rollout(row), rollout=rollout(row)) for row in range(8)]
+        tasks = [asyncio.ensure_future(generate(fleet, request)) for request in requests]
+        await engine.wait_asked(2)
+        await fleet.abort([rollout(row) for row in range(8)])
+        reply.set_result(Reply(finish_reason="abort"))
+        await asyncio.wait(tasks)
+        assert len(engine.asked) == 2
+        assert fleet.describe()[0]["in_flight"] == 0
+
+
 async def test_an_engine_without_an_abort_route_is_called_for_nothing() -> None:
     async with ScriptedEngine(dev_mode=False) as engine, fleet_of(engine) as fleet:
         engine.script, _ = hold()

@@ -92,9 +92,9 @@ def test_a_queue_of_others_alone_moves_nothing() -> None:
 
 def test_a_storm_of_refusals_lowers_it_once_a_look() -> None:
     limit = AdaptiveLimit(1024)
-    assert {limit.refused() for _ in range(100)} == {FIRST * 3 // 4}
+    assert {limit.refused(FIRST) for _ in range(100)} == {FIRST * 3 // 4}
     limit.observe(BETWEEN, 10)
-    assert limit.refused() < FIRST * 3 // 4
+    assert limit.refused(0) < FIRST * 3 // 4
 
 
 def test_a_ceiling_that_lets_nothing_through_is_a_mistake() -> None:
@@ -107,7 +107,7 @@ def test_it_stays_between_floor_and_ceiling_and_moves_at_most_a_step_up(ceiling:
     limit = AdaptiveLimit(ceiling)
     for look in looks:
         before = limit.value
-        after = limit.refused() if look is None else limit.observe(*look)  # type: ignore[misc]  # a pair
+        after = limit.refused(limit.value + 1) if look is None else limit.observe(*look)  # type: ignore[misc]  # a pair
         assert after == limit.value
         assert min(FLOOR, ceiling) <= after <= min(ceiling, before + STEP)
         assert after >= int(before * 0.75) or after == FLOOR

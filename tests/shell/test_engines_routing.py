@@ -250,6 +250,54 @@ async def test_what_an_engine_answered_before_it_turned_out_to_be_another_is_not
         assert "logits" in fleet.describe()[0]["error"]
 
 
+async def test_one_look_that_fails_after_a_return_does_not_keep_an_engine_from_being_used() -> None:
+    async with ScriptedEngine() as engine, fleet_of(engine) as fleet:
+        await engine.stop()
+        await until(lambda: not fleet.describe()[0]["healthy"])
+        looks = 0
+
+        async def once() -> None:
+            nonlocal looks
+            looks += 1
+            engine.models_status = 503 if looks == 1 else 200
+
+        engine.before_server_info = once
+        await engine.start()
+        assert (await generate(fleet)).attempts >= 1
+        await until(lambda: fleet.describe()[0]["healthy"])
+        assert (await generate(fleet)).attempts == 1
+
+
+async def test_an_answer_that_waits_for_the_rest_moves_elsewhere_when_its_engine_is_removed() -> None:
+    async with ScriptedEngine() as back, ScriptedEngine() as other, fleet_of(back, other) as fleet:
+        await back.stop()
+        await until(lambda: not fleet.describe()[0]["healthy"])
+        back.before_server_info = asyncio.Event().wait
+        await back.start()
+        await until(lambda: fleet.describe()[0]["healthy"])
+        while not back.asked:
+            working = asyncio.ensure_future(generate(fleet))
+            await until(lambda: back.asked or other.asked)
+            if not back.asked:
+                await working
+                other.asked.clear()
+        await back.wait_for(lambda: back.asked[0].outcome == "answered")
+        await fleet.remove_engine(fleet.describe()[0]["id"], drain_s=0)
+        answer = await working
+        assert (answer.engine, answer.attempts) == (other.url, 1)
+
+
+async def test_an_answer_does_not_wait_longer_for_the_rest_than_its_request_may_take() -> None:
+    async with ScriptedEngine() as engine, fleet_of(engine, request_timeout_s=0.3, max_attempts=1) as fleet:
+        await engine.stop()
+        await until(lambda: not fleet.describe()[0]["healthy"])
+        engine.before_server_info = asyncio.Event().wait
+        await engine.start()
+        with pytest.raises(GenerationFailed) as failed:
+            await generate(fleet)
+        assert failed.value.reason is FailureReason.TIMEOUT
+
+
 async def test_refusals_of_a_prompt_say_nothing_against_an_engine() -> None:
     async with ScriptedEngine() as one, ScriptedEngine() as two, fleet_of(one, two) as fleet:
         one.script = two.script = lambda asked: Reply(status=400, body=b'{"error": {"message": "no"}}')
