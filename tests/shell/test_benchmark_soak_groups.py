@@ -21,7 +21,8 @@ FLAT = Line(
 )
 
 
-@pytest.mark.timeout(600)  # twenty seconds of a quiet machine's time
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_twenty_thousand_groups_leave_nothing_behind(tmp_path: Path) -> None:
     lines: list[Line] = []
     found = soak(20_000, 1_000, lines.append, parent=tmp_path)

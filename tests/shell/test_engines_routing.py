@@ -308,20 +308,23 @@ async def test_refusals_of_a_prompt_say_nothing_against_an_engine() -> None:
 
 
 async def test_who_waits_is_told_when_a_doubtful_engine_may_be_tried_again() -> None:
-    async with ScriptedEngine() as sure, ScriptedEngine() as bad, fleet_of(sure, bad, max_inflight=2) as fleet:
+    async with (
+        ScriptedEngine() as sure,
+        ScriptedEngine() as bad,
+        fleet_of(sure, bad, max_inflight=1, max_attempts=1) as fleet,
+    ):
         sure.script, reply = hold()
-        held = [asyncio.ensure_future(generate(fleet, deadline_s=60)) for _ in range(4)]
-        await sure.wait_asked(2)
         bad.script = lambda asked: Reply(status=404)
+        held = asyncio.ensure_future(generate(fleet))
+        await sure.wait_asked(1)  # equals take turns, and the first of them is first
         while not fleet.describe()[1]["doubtful"]:
-            await asyncio.gather(*held[2:], return_exceptions=True)
-            held[2:] = [asyncio.ensure_future(generate(fleet)) for _ in range(2)]
-            await asyncio.sleep(0)
+            with pytest.raises(GenerationFailed):
+                await generate(fleet)
         bad.script = lambda asked: Reply()
-        waiting = asyncio.ensure_future(generate(fleet))
-        assert (await waiting).engine == bad.url  # nothing else happens that could wake it: the sure one stays full
+        # Nothing else happens that could wake it: the sure one stays full.
+        assert (await generate(fleet)).engine == bad.url
         reply.set_result(Reply())
-        await asyncio.gather(*held, return_exceptions=True)
+        await held
 
 
 async def test_an_engine_whose_logprobs_may_be_others_now_is_asked_before_it_works() -> None:
