@@ -186,7 +186,7 @@ def serving(within: Path, *, core: int = CLIENT_CORE) -> Iterator[Service]:
         with process(command, core, cwd=within, env=environment, stdout=errors, stderr=errors) as child:
             try:
                 yield Service(url=f"http://127.0.0.1:{port}", pid=child.pid, folder=within)
-            except Exception as error:  # whatever it was, a service that died is the reason to show; nothing is kept back
+            except Exception as error:  # whatever it was, a service that died is the reason to show
                 if child.poll() is None:
                     raise
                 errors.seek(0)
