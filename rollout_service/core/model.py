@@ -121,6 +121,13 @@ class Prompt:
     """Overrides of `[sampling]`."""
 
 
+def prompt_size(prompt: Prompt) -> int:
+    """Bytes a prompt takes in memory, roughly; a measure for bounds, not an account."""
+    size = 512 + len(prompt.text or "") + 4 * len(prompt.token_ids or ())
+    size += sum(len(str(message)) for message in prompt.messages or ())
+    return size + sum(len(str(value)) for value in prompt.columns.values())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """One generation of a rollout, exactly as the engine gave it."""

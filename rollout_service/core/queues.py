@@ -50,7 +50,6 @@ class ReadyQueue:
     def __init__(self) -> None:
         self._order: list[tuple[int, int]] = []
         self._bytes: dict[int, tuple[int, int]] = {}
-        self.total_bytes = 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -61,13 +60,11 @@ class ReadyQueue:
     def add(self, seq: int, *, version: int, payload_bytes: int) -> None:
         insort(self._order, (version, seq))
         self._bytes[seq] = (version, payload_bytes)
-        self.total_bytes += payload_bytes
 
     def discard(self, seq: int) -> None:
         entry = self._bytes.pop(seq, None)
         if entry is not None:
             self._order.remove((entry[0], seq))
-            self.total_bytes -= entry[1]
 
     def take(self, *, max_groups: int, max_bytes: int) -> list[int]:
         """The next numbers to deliver, not removed: at most `max_groups`, at most `max_bytes` but never below one."""

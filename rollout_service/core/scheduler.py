@@ -13,21 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from rollout_service.core import lifecycle
+from rollout_service.core import lifecycle, streaks
 from rollout_service.core.changes import Bumped, Changes, Counts, Halt, Moved
 from rollout_service.core.group import Checkpoint, Group, GroupPolicy, Lease, LeaseState, group_id
 from rollout_service.core.lifecycle import Event, EventKind, IllegalEvent
 from rollout_service.core.model import OUTSTANDING, DropReason, FailureReason, GroupState
 from rollout_service.core.queues import ReadyQueue, SeqQueue
 from rollout_service.core.records import RunState, Snapshot
+from rollout_service.core.shared import SharedRun, Whole
 
 S = GroupState
 COVERED = frozenset({S.GENERATING, S.SCORING, S.READY})
 """States in which a group is held to the staleness bound; a leased one is the trainer's."""
-UNPRODUCTIVE = frozenset(
-    {DropReason.TOO_FEW_SURVIVORS, DropReason.UNSCORABLE, DropReason.PROMPT_TOO_LONG, DropReason.REWARD_CANCELLED}
-)
-"""Drops that count towards a halt: neither the trainer nor an operator asked for them."""
+HELD = frozenset({S.SCORING, S.READY})
+"""States whose payloads count against `max_ready_bytes`."""
 
 
 class Admission(StrEnum):
@@ -61,6 +60,10 @@ class Policy:
         if self.admission is not Admission.PACE:
             return None
         return (self.group.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def halts(self) -> streaks.HaltRules:
+        return streaks.HaltRules(failed=self.halt_after_failed_groups, unproductive=self.halt_after_unproductive_groups)
 
 
 class Blocked(StrEnum):
@@ -104,11 +107,11 @@ class Scheduler:
         self._back = SeqQueue()
         self._open = SeqQueue()
         self._ready = ReadyQueue()
-        self._scoring_bytes = 0
+        self._held_bytes = 0
+        """Payload bytes of groups in scoring and ready."""
         self._by_version: dict[int, set[int]] = {}
         self._paced: set[int] = set()
-        self._failed_in_a_row = 0
-        self._unproductive_in_a_row = 0
+        self.streak = streaks.Streak()
         self._changes = Changes()
 
     # reading
@@ -119,7 +122,7 @@ class Scheduler:
 
     @property
     def outstanding(self) -> int:
-        return len(self.groups)
+        return sum(self._counts[state] for state in OUTSTANDING)
 
     @property
     def ready(self) -> int:
@@ -137,7 +140,7 @@ class Scheduler:
     @property
     def exhausted(self) -> bool:
         """No more prompts will come and nothing is outstanding."""
-        return self.final and not self.groups
+        return self.final and not self.outstanding
 
     def blocked(self) -> Blocked | None:
         """Why no new group may be opened now; None where only free slots decide."""
@@ -150,7 +153,7 @@ class Scheduler:
             return Blocked.VERSION
         if counts[S.READY] + counts[S.SCORING] >= policy.max_ready_groups:
             return Blocked.READY_GROUPS
-        if self._ready.total_bytes + self._scoring_bytes >= policy.max_ready_bytes:
+        if self._held_bytes >= policy.max_ready_bytes:
             return Blocked.READY_BYTES
         bound = policy.pace_bound
         if bound is not None and self._opened() >= bound:
@@ -196,25 +199,70 @@ class Scheduler:
 
     def load(self, snapshot: Snapshot, *, now: float) -> None:
         """Take over a stored run; unfinished rows count as not dispatched, scoring starts again."""
+        self._counts.update(snapshot.run.ended)
+        self._take(snapshot)
+        for group in snapshot.groups:
+            lease = self.leases.get(group.lease_id or "")
+            if lease is not None and lease.policy_version == self.version:
+                self._count_against_pace(group.seq)
+        self.recover(now=now)
+
+    def load_part(self, shared: SharedRun, whole: Whole, part: Snapshot, *, paced: Iterable[int] = ()) -> None:
+        """Take over a part of a run that others work on too, as it stands; `part.run` is not looked at.
+
+        `whole` counts the part as well; `paced`: the groups that count against the pace though they are leased or
+        acked. Ends are numbered by the store.
+        """
+        self._take(replace(part, run=shared.run))
+        self._counts = {state: whole.counts.get(state, 0) for state in S}
+        self._held_bytes = whole.held_bytes
+        self._paced = set(paced)
+        self.halt, self.streak = shared.halt, shared.streak
+
+    def _take(self, snapshot: Snapshot) -> None:
         run = snapshot.run
         self.version, self.paused, self.final, self.last_seq = run.policy_version, run.paused, run.final, run.last_seq
-        for state, count in run.ended.items():
-            self._counts[state] = count
         self.ends = run.ends
         self.leases = {lease.lease_id: lease for lease in snapshot.leases}
         self._expiries = sorted((lease.expires_at, lease.lease_id) for lease in snapshot.leases)
         self.checkpoints = {checkpoint.name: checkpoint for checkpoint in snapshot.checkpoints}
         for group in snapshot.groups:
             self._enter(group)
-            lease = self.leases.get(group.lease_id or "")
-            if lease is not None and lease.policy_version == self.version:
-                self._count_against_pace(group.seq)
-        for group in snapshot.groups:
+
+    def recover(self, *, now: float) -> None:
+        """Nobody works for the groups held here: unfinished rows count as not dispatched, scoring starts again."""
+        for group in list(self.groups.values()):
             if group.state is S.GENERATING:
                 self._apply(group, lifecycle.Recovered(), now)
             elif group.state is S.SCORING:
                 self._changes.effects.append(lifecycle.StartScoring(group=group))
         self._sweep(now)
+
+    def adopt(self, groups: Iterable[Group]) -> None:
+        """Hold groups that were opened elsewhere, to work for them."""
+        for group in groups:
+            self._enter(group)
+
+    def lose(self, seqs: Iterable[int]) -> list[Group]:
+        """Hold these no longer; they are somebody else's now. Those that were held."""
+        lost = [self.groups[seq] for seq in seqs if seq in self.groups]
+        for group in lost:
+            self._leave(group)
+            del self.groups[group.seq]
+        return lost
+
+    def follow(self, shared: SharedRun, *, now: float) -> Bumped:
+        """Take over what somebody else made of the run. Groups that a reset took back must be lost before."""
+        previous, in_flight = self.version, self.in_flight
+        run = shared.run
+        self.version, self.paused, self.halt, self.final = run.policy_version, run.paused, shared.halt, run.final
+        stale = self._sweep(now) if self.version > previous else 0
+        return Bumped(
+            version=self.version,
+            previous=previous,
+            stale_groups=stale,
+            aborted_rollouts=in_flight - self.in_flight,
+        )
 
     def submit(self, groups: Iterable[Group]) -> None:
         """Take new groups, numbered from `last_seq` + 1 on."""
@@ -438,7 +486,8 @@ class Scheduler:
         """Lease what is ready, oldest version first; None, and no lease, where that is not enough."""
         enough = min_groups if self.halt is None and self.more_can_come() else 1
         if len(self._ready) < max(enough, 1):
-            self._relax_pace()
+            if self.stuck_by_pace:
+                self._paced.intersection_update(self.groups)
             return None
         seqs = self._ready.take(max_groups=max_groups, max_bytes=self.policy.max_lease_bytes)
         lease = Lease(
@@ -470,14 +519,15 @@ class Scheduler:
         if self.policy.pace_bound is not None:  # else the set would only grow
             self._paced.add(seq)
 
-    def _relax_pace(self) -> None:
-        """A trainer that asks for more within one version than the pace foresees must not wait for ever.
+    @property
+    def stuck_by_pace(self) -> bool:
+        """Nothing is on its way, and only the pace keeps groups from being opened.
 
-        With nothing on its way and only acked groups in the way of opening some, those count no longer.
+        A trainer that asks for more within one version than the pace foresees must not wait for ever: groups it has
+        acked count no longer then.
         """
         counts = self._counts
-        if not counts[S.GENERATING] and not counts[S.SCORING] and self.blocked() is Blocked.PACE:
-            self._paced.intersection_update(self.groups)
+        return not counts[S.GENERATING] and not counts[S.SCORING] and self.blocked() is Blocked.PACE
 
     def ack(self, lease: Lease, seqs: Sequence[int], find: Callable[[int], Group | None], *, now: float) -> list[int]:
         """Rule 4.3: all of `seqs` or nothing. Returns those that were acked by this call.
@@ -585,7 +635,7 @@ class Scheduler:
     def resume(self) -> None:
         """Clear a pause and a halt, and what counted towards the next halt."""
         self.paused, self.halt = False, None
-        self._failed_in_a_row = self._unproductive_in_a_row = 0
+        self.streak = streaks.Streak()
         self._changes.run = True
 
     # the one place that moves a group
@@ -623,10 +673,10 @@ class Scheduler:
             (self._front if group.attempt > 1 else self._back).add(seq)
         elif state is S.GENERATING and group.waiting:
             self._open.add(seq)
-        elif state is S.SCORING:
-            self._scoring_bytes += group.payload_bytes
         elif state is S.READY:
             self._ready.add(seq, version=_version(group), payload_bytes=group.payload_bytes)
+        if state in HELD:
+            self._held_bytes += group.payload_bytes
         if state in COVERED:
             self._by_version.setdefault(_version(group), set()).add(seq)
 
@@ -641,10 +691,10 @@ class Scheduler:
             (self._front if group.attempt > 1 else self._back).discard(seq)
         elif state is S.GENERATING:
             self._open.discard(seq)
-        elif state is S.SCORING:
-            self._scoring_bytes -= group.payload_bytes
         elif state is S.READY:
             self._ready.discard(seq)
+        if state in HELD:
+            self._held_bytes -= group.payload_bytes
         if state in COVERED:
             members = self._by_version[_version(group)]
             members.discard(seq)
@@ -653,28 +703,13 @@ class Scheduler:
 
     def _watch(self, group: Group, kind: EventKind, now: float) -> None:
         """Count groups that went wrong in a row, and halt (design 3.2.3)."""
-        policy = self.policy
-        if group.state is S.READY:
-            if kind is not EventKind.SCORED:  # it came back from a lease, which proves nothing of the engines
-                return
-            self._failed_in_a_row = self._unproductive_in_a_row = 0
+        if not streaks.counts(group, kind):
             return
-        failed = group.state is S.FAILED
-        if not failed and group.reason not in UNPRODUCTIVE:
-            return
-        self._failed_in_a_row += failed
-        self._unproductive_in_a_row += 1
-        if self.halt is not None:
-            return
-        if 0 < policy.halt_after_failed_groups <= self._failed_in_a_row:
-            reason = f"{self._failed_in_a_row} group(s) in a row failed whole"
-        elif 0 < policy.halt_after_unproductive_groups <= self._unproductive_in_a_row:
-            reason = f"{self._unproductive_in_a_row} groups in a row were dropped or failed"
-        else:
-            return
-        error = group.error or f"dropped: {group.reason}"
-        self.halt = Halt(reason=reason, group_id=group.group_id, engine=group.engine, error=error, since=now)
-        self._changes.effects.append(self.halt)
+        self.streak = streaks.after(self.streak, group)
+        if self.halt is None and group.state is not S.READY:
+            self.halt = streaks.halt_of(self.streak, group, self.policy.halts, now=now)
+            if self.halt is not None:
+                self._changes.effects.append(self.halt)
 
 
 class NameTaken(Exception):

@@ -13,7 +13,7 @@ from rollout_service.orchestrator.views import (
     StatusView,
     Submission,
 )
-from rollout_service.orchestrator.writer import Rules
+from rollout_service.orchestrator.workshop import Rules
 
 __all__ = [
     "GroupView",

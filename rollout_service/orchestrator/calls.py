@@ -5,7 +5,8 @@ from __future__ import annotations
 from rollout_service.core.group import group_seq
 from rollout_service.errors import NotFound
 from rollout_service.orchestrator.parts import Clock
-from rollout_service.orchestrator.writer import Rules, Writer
+from rollout_service.orchestrator.workshop import Rules
+from rollout_service.orchestrator.writer import Writer
 from rollout_service.store.protocol import Store
 
 

@@ -13,7 +13,8 @@ from rollout_service.core.scheduler import NameTaken
 from rollout_service.errors import Conflict, NotFound, StoreUnavailable
 from rollout_service.orchestrator.calls import Calls
 from rollout_service.orchestrator.parts import Clock
-from rollout_service.orchestrator.writer import Rules, Writer
+from rollout_service.orchestrator.workshop import Rules
+from rollout_service.orchestrator.writer import Writer
 from rollout_service.store.protocol import Store
 
 READ_CHUNK = 1000

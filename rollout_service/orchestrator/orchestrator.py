@@ -24,7 +24,8 @@ from rollout_service.orchestrator.lease_calls import LeaseCalls
 from rollout_service.orchestrator.parts import Clock, Engines, Observer, RolloutRunner, Scorer
 from rollout_service.orchestrator.prompt_calls import PromptCalls
 from rollout_service.orchestrator.views import StatusView, Submission
-from rollout_service.orchestrator.writer import Rules, Writer
+from rollout_service.orchestrator.workshop import Rules
+from rollout_service.orchestrator.writer import Writer
 from rollout_service.store.protocol import Store
 
 log = structlog.get_logger(__name__)

@@ -8,14 +8,14 @@ from dataclasses import replace
 from hashlib import sha256
 
 from rollout_service.core.group import Group, group_id
-from rollout_service.core.model import Prompt
+from rollout_service.core.model import Prompt, prompt_size
 from rollout_service.core.records import NewGroup
 from rollout_service.errors import Conflict, InvalidField, QueueFull, StoreUnavailable
 from rollout_service.orchestrator.calls import Calls
 from rollout_service.orchestrator.parts import Clock
-from rollout_service.orchestrator.prompt_memory import prompt_size
 from rollout_service.orchestrator.views import Submission
-from rollout_service.orchestrator.writer import Rules, Writer
+from rollout_service.orchestrator.workshop import Rules
+from rollout_service.orchestrator.writer import Writer
 from rollout_service.store.protocol import Store
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rollout_service.core.model import Prompt
+from rollout_service.core.model import Prompt, prompt_size
 from rollout_service.store.protocol import Store
 
 LOAD_CHUNK = 1000
@@ -47,10 +47,3 @@ class PromptMemory:
         for start in range(0, len(ordered), LOAD_CHUNK):
             for seq, prompt in (await store.prompts(ordered[start : start + LOAD_CHUNK])).items():
                 self.add(seq, prompt)
-
-
-def prompt_size(prompt: Prompt) -> int:
-    """Bytes a prompt takes in memory, roughly; a measure for bounds, not an account."""
-    size = 512 + len(prompt.text or "") + 4 * len(prompt.token_ids or ())
-    size += sum(len(str(message)) for message in prompt.messages or ())
-    return size + sum(len(str(value)) for value in prompt.columns.values())

@@ -19,7 +19,7 @@ from rollout_service.core.model import DropReason, GroupState, Prompt, ScoreJob,
 from rollout_service.core.records import Batch, GroupPayload, Snapshot
 from rollout_service.core.scheduler import Admission, Policy
 from rollout_service.errors import Conflict, Halted, StoreUnavailable
-from rollout_service.orchestrator import LeaseRequest, LeaseStatus, Orchestrator, intake, writer
+from rollout_service.orchestrator import LeaseRequest, LeaseStatus, Orchestrator, intake, writer, workshop
 from rollout_service.store import MemoryStore, SqliteStore
 from tests.fakes import Harness, Runner, Scorer, failed, finished, prompt, submission, until
 
@@ -314,7 +314,7 @@ async def found_scoring(times: int) -> Unreadable:
 
 
 async def test_survivors_that_cannot_be_read_cost_their_group_only(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writer, "RELOAD_FIRST_S", 0.0)
+    monkeypatch.setattr(workshop, "READ_FIRST_S", 0.0)
     harness = Harness(store=await found_scoring(10**6), runner=at_once())
     async with harness as door:
         await door.submit([submission("good")])
@@ -329,7 +329,7 @@ async def test_survivors_that_cannot_be_read_cost_their_group_only(monkeypatch: 
 
 
 async def test_a_store_that_cannot_be_read_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writer, "RELOAD_FIRST_S", 0.0)
+    monkeypatch.setattr(workshop, "READ_FIRST_S", 0.0)
     store = await found_scoring(2)
     harness = Harness(store=store)
     async with harness as door:
