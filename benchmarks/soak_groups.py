@@ -29,12 +29,12 @@ from pathlib import Path
 
 from benchmarks.processes import resident_bytes
 from rollout_service import logs
-from rollout_service.app import rules
 from rollout_service.core.model import FinishedRollout, FinishReason, Prompt, RolloutJob, ScoreJob, Scores, Turn
 from rollout_service.metrics import Metrics
 from rollout_service.observers import History, Observers, OutcomeLog
 from rollout_service.orchestrator import LeaseRequest, LeaseStatus, Orchestrator, Submission
 from rollout_service.orchestrator.parts import Gate
+from rollout_service.run import rules
 from rollout_service.settings import Settings
 from rollout_service.store import open_store
 from rollout_service.store.sqlite_file import CACHE_KIB

@@ -18,19 +18,15 @@ from fastapi import FastAPI
 
 from rollout_service.api import Access, Context, Viewers, build_api
 from rollout_service.collector import Collector
-from rollout_service.core.advantages import AdvantageMethod
-from rollout_service.core.group import GroupPolicy, OnStale
-from rollout_service.core.scheduler import Admission, Policy
-from rollout_service.core.scoring import ScoringRules, ZeroVariance
 from rollout_service.engines import CacheSalt, EngineSpec, Fleet, FleetSettings
 from rollout_service.errors import ConfigError
 from rollout_service.keys import KeyEntry, Keys, Role
 from rollout_service.loading import load_first_in
 from rollout_service.metrics import Metrics
 from rollout_service.observers import History, Observers, OutcomeLog
-from rollout_service.orchestrator import Orchestrator, PolicyUpdates, RolloutRunner, Rules
+from rollout_service.orchestrator import PolicyUpdates, RolloutRunner
 from rollout_service.orchestrator.parts import Observer
-from rollout_service.prompts import PromptFile, content_digest, row_rules
+from rollout_service.prompts import PromptFile, row_rules
 from rollout_service.rewards import RewardScorer, RewardSpec
 from rollout_service.rollouts import (
     Engines,
@@ -46,8 +42,8 @@ from rollout_service.rollouts import (
     openenv_program,
     tool_program,
 )
+from rollout_service.run import make_orchestrator
 from rollout_service.settings import Settings
-from rollout_service.store import open_store
 from rollout_service.teachers import TeacherScorer, TeacherSpec
 from rollout_service.tracing import open_tracing
 
@@ -93,15 +89,13 @@ class Parts:
         if tracing is not None:
             runner = tracing.runner(runner)
             observers.append(tracing.observer)
-        self.orchestrator = Orchestrator(
-            rules(settings),
-            store=open_store(settings.store.url, max_staleness=settings.groups.max_staleness),
+        self.orchestrator = make_orchestrator(
+            settings,
             runner=runner,
             scorer=self.scorer,
-            engines=self.fleet,
+            fleet=self.fleet,
             observer=Observers(*observers),
             source=self.source,
-            digest=content_digest if self.source is not None else None,
         )
         self.updates = PolicyUpdates(self.orchestrator, self.fleet, allowed_paths=settings.weights.allowed_paths)
         self.metrics.watch(self.orchestrator.status, self.fleet, self.threads.counts)
@@ -308,49 +302,6 @@ def with_teachers(settings: Settings, rewards: RewardScorer, metrics: Metrics) -
 def _path(config_dir: Path | None) -> list[str]:
     """Where modules of the user's are looked for first."""
     return [] if config_dir is None else [str(config_dir)]
-
-
-def rules(settings: Settings) -> Rules:
-    """The rules of the run, in the core's words.
-
-    In distillation a group is one rollout: one is enough, there is no baseline to compare it with, and one that failed
-    costs itself and halts nothing; only many in a row that failed or were dropped do.
-    """
-    groups, dispatch = settings.groups, settings.dispatch
-    alone = settings.mode == "distillation"
-    least = 1 if alone else groups.min_group_size
-    policy = Policy(
-        group=GroupPolicy(
-            max_staleness=groups.max_staleness,
-            min_group_size=least,
-            on_stale=OnStale(groups.on_stale),
-            max_group_attempts=groups.max_group_attempts,
-        ),
-        slots=dispatch.max_inflight_rollouts,
-        max_ready_groups=groups.max_ready_groups,
-        max_ready_bytes=groups.max_ready_bytes,
-        max_pending_groups=groups.max_pending_groups,
-        max_lease_bytes=_lease_bytes(settings),
-        admission=Admission(dispatch.admission),
-        groups_per_step=dispatch.groups_per_step,
-        wait_for_version=dispatch.wait_for_version,
-        halt_after_failed_groups=0 if alone else groups.halt_after_failed_groups,
-        halt_after_unproductive_groups=groups.halt_after_unproductive_groups,
-    )
-    scoring = ScoringRules(
-        weights={reward.name: reward.weight for reward in settings.rewards},
-        method=AdvantageMethod.NONE if alone else AdvantageMethod(groups.advantage),
-        zero_variance=ZeroVariance(groups.zero_variance),
-        min_group_size=least,
-        distillation=alone,
-    )
-    return Rules(policy=policy, scoring=scoring, engine_wait_s=dispatch.engine_wait_s)
-
-
-def _lease_bytes(settings: Settings) -> int:
-    """The bound on a lease in the core's measure, which is 9 bytes a token: a teacher adds 8 a candidate to each."""
-    columns = max((teacher.top_k + 1 for teacher in settings.teachers), default=0)
-    return max(1, settings.store.max_lease_bytes * 9 // (9 + 8 * columns))
 
 
 def _engine_specs(settings: Settings) -> list[EngineSpec]:

@@ -90,6 +90,8 @@ UNMATCHED = "unmatched"
 UNCONFIGURED = "unconfigured"
 STATUS_CLASSES = ("2xx", "4xx", "5xx")
 FAILED = "failed"
+SHARED = "; of the whole run: with replicas the same at each, so take the max and not the sum"
+"""Said of what every replica reads from the store they share. All else is its own, and adds up."""
 LATE = "late"
 WASTE_REASONS = ("stale", "reset", LATE, FAILED, *DropReason)
 """Tokens are wasted by staleness, a reset, a race lost, a failed rollout, or with a dropped group."""
@@ -328,28 +330,30 @@ class _Gauges(Collector):
     def collect(self) -> Iterator[Metric]:
         view = self._status()
         counts, used = view.counts, view.slots_used
-        submitted = CounterMetricFamily("rollout_submitted_groups", "Groups submitted, over all restarts")
+        submitted = CounterMetricFamily("rollout_submitted_groups", f"Groups submitted, over all restarts{SHARED}")
         submitted.add_metric([], counts.submitted)
         yield submitted
         by_state = {state.value: counts.groups.get(state, 0) for state in GroupState}
-        yield _labelled("rollout_groups", "Groups by state", "state", by_state)
+        yield _labelled("rollout_groups", f"Groups by state{SHARED}", "state", by_state)
         slots = {"free": max(0, view.slots_total - used), "used": used}
         yield _labelled("rollout_slots", "Slots for rollouts in flight", "state", slots)
+        alive = sum(seen.expires_at > view.store_now for seen in view.replicas)
         oldest = 0.0 if view.oldest is None else max(0.0, view.now - view.oldest.submitted_at)
         for name, text, value in (
             ("rollout_inflight_rollouts", "Rollouts at engines now", used),
-            ("rollout_policy_version", "The current policy version", view.policy_version),
-            ("rollout_max_staleness", "Versions a group may be behind", view.max_staleness),
-            ("rollout_leases", "Live leases", view.leases),
+            ("rollout_policy_version", f"The current policy version{SHARED}", view.policy_version),
+            ("rollout_max_staleness", f"Versions a group may be behind{SHARED}", view.max_staleness),
+            ("rollout_leases", f"Live leases{SHARED}", view.leases),
             ("rollout_waiting_lease_calls", "Callers waiting for a lease", view.waiting_lease_calls),
-            ("rollout_paused", "1 while paused", view.paused),
-            ("rollout_halted", "1 while halted", view.halt is not None),
+            ("rollout_paused", f"1 while paused{SHARED}", view.paused),
+            ("rollout_halted", f"1 while halted{SHARED}", view.halt is not None),
+            ("rollout_replicas", f"Replicas alive that share the run, 0 where one service has it{SHARED}", alive),
             ("rollout_store_up", "1 while the store can commit", view.store_ok),
-            ("rollout_oldest_outstanding_age_seconds", "Age of the oldest group that has not ended", oldest),
+            ("rollout_oldest_outstanding_age_seconds", f"Age of the oldest group that has not ended{SHARED}", oldest),
         ):
             yield GaugeMetricFamily(name, text, float(value))
         blocked = {reason.value: view.blocked == reason.value for reason in Blocked}
-        yield _labelled("rollout_blocked", "1 for why no new group is opened now", "reason", blocked)
+        yield _labelled("rollout_blocked", f"1 for why no new group is opened now{SHARED}", "reason", blocked)
         if (mean := self._newest_reward()) is not None:
             yield GaugeMetricFamily("rollout_newest_reward_mean", "Mean reward of the newest version delivered", mean)
         if self._threads is not None:

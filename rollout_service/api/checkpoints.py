@@ -28,7 +28,7 @@ async def post_checkpoint(
 @routes.get("/checkpoints", responses=declared(503))
 async def get_checkpoints(ctx: Ctx) -> CheckpointsAnswer:
     """Oldest first. Prompts are kept back to the oldest one."""
-    return CheckpointsAnswer(checkpoints=[_answer(checkpoint) for checkpoint in ctx.orchestrator.checkpoints()])
+    return CheckpointsAnswer(checkpoints=[_answer(checkpoint) for checkpoint in await ctx.orchestrator.checkpoints()])
 
 
 @routes.delete("/checkpoints/{name}", status_code=204, responses=declared(404, 503))

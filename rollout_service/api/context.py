@@ -54,7 +54,7 @@ class Orchestrator(Protocol):
 
     async def mark(self, name: str) -> Checkpoint: ...
 
-    def checkpoints(self) -> Sequence[Checkpoint]:
+    async def checkpoints(self) -> Sequence[Checkpoint]:
         """Oldest first."""
 
     async def forget(self, name: str) -> None: ...
@@ -65,7 +65,11 @@ class Orchestrator(Protocol):
 
     async def resume(self) -> None: ...
 
-    def status(self) -> StatusView: ...
+    async def refresh(self) -> None:
+        """Bring `status` up to date with what other replicas did, as far as the store answers."""
+
+    def status(self) -> StatusView:
+        """One consistent look."""
 
 
 class Updates(Protocol):

@@ -52,5 +52,6 @@ def not_ready(ctx: Context, *, details: bool) -> list[str]:
 )
 async def get_metrics(ctx: Ctx, request: Request) -> Response:
     """Prometheus, in the text format or as OpenMetrics."""
+    await ctx.orchestrator.refresh()
     content, media_type = ctx.metrics.page(request.headers.get("accept", ""))
     return Response(content, headers={"content-type": media_type})

@@ -382,6 +382,18 @@ class ThreadsAnswer(Answer):
     stuck: int = Field(description="Threads that were told to end more than program.grace_s ago, and go on.")
 
 
+class ReplicaAnswer(Answer):
+    id: str
+    name: str
+    service: str = Field(description="Version of the service.")
+    alive: bool = Field(description="Its heartbeat is in time; else its claims are taken over.")
+    seen_s: float = Field(description="Since its last heartbeat.")
+    claims: int = Field(description="Groups it works for.")
+    slots: SlotsAnswer
+    engines: int
+    healthy_engines: int
+
+
 class StatusAnswer(Answer):
     policy_version: int
     max_staleness: int
@@ -399,6 +411,8 @@ class StatusAnswer(Answer):
     store: StoreAnswer
     threads: ThreadsAnswer | None = None
     engines: list[dict[str, Any]]
+    replica: str | None = Field(default=None, description="Id of the replica that answers.")
+    replicas: list[ReplicaAnswer] = Field(default=[], description="Those that share the run; empty where one has it.")
 
 
 class EnginesAnswer(Answer):

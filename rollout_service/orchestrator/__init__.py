@@ -1,7 +1,6 @@
 """The one writer between the pure core and everything that waits, stores or talks."""
 
 from rollout_service.orchestrator.checkpoint_calls import Rewound
-from rollout_service.orchestrator.lease_calls import HungUp
 from rollout_service.orchestrator.orchestrator import Orchestrator
 from rollout_service.orchestrator.parts import RolloutRunner
 from rollout_service.orchestrator.policy_updates import PolicyUpdates
@@ -13,6 +12,7 @@ from rollout_service.orchestrator.views import (
     StatusView,
     Submission,
 )
+from rollout_service.orchestrator.waiters import HungUp
 from rollout_service.orchestrator.workshop import Rules
 
 __all__ = [

@@ -6,6 +6,8 @@ answered again with it: then in the commit of the lease's end.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rollout_service.core.changes import Changes, Moved
 from rollout_service.core.group import LeaseState
 from rollout_service.core.records import Batch
@@ -29,3 +31,33 @@ def add_changes(batch: Batch, changes: Changes, core: Scheduler) -> None:
             holder = effect.before.lease_id or effect.after.acked_by
             if holder not in core.leases:
                 batch.forget_payloads.add(effect.after.seq)
+
+
+def absorb(batch: Batch, later: Batch) -> None:
+    """Put what was decided `later` into `batch`, and leave nothing there. Neither has a run."""
+    batch.new_groups.update(later.new_groups)
+    batch.groups.update(later.groups)
+    batch.rollouts.update(later.rollouts)
+    batch.scores.update(later.scores)
+    batch.leases.update(later.leases)
+    batch.checkpoints.update(later.checkpoints)
+    batch.forget_checkpoints |= later.forget_checkpoints
+    batch.forget_attempts |= later.forget_attempts
+    batch.forget_payloads |= later.forget_payloads
+    take_out(later, seqs_of(later))
+
+
+def seqs_of(batch: Batch) -> set[int]:
+    """The groups anything in `batch` is about."""
+    rows = {key[0] for key in batch.rollouts} | {key[0] for key in batch.scores}
+    return set(batch.groups) | rows | batch.forget_attempts | batch.forget_payloads
+
+
+def take_out(batch: Batch, seqs: Collection[int]) -> None:
+    """Leave nothing in `batch` that is about these groups."""
+    for seq in seqs:
+        batch.groups.pop(seq, None)
+    batch.rollouts = {key: value for key, value in batch.rollouts.items() if key[0] not in seqs}
+    batch.scores = {key: value for key, value in batch.scores.items() if key[0] not in seqs}
+    batch.forget_attempts.difference_update(seqs)
+    batch.forget_payloads.difference_update(seqs)

@@ -48,7 +48,7 @@ class CheckpointCalls(Calls):
         await writer.settled()
         return checkpoint
 
-    def checkpoints(self) -> Sequence[Checkpoint]:
+    async def checkpoints(self) -> Sequence[Checkpoint]:
         """Oldest first."""
         return sorted(self._writer.core.checkpoints.values(), key=lambda checkpoint: checkpoint.number)
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
 
 from rollout_service.core.group import Group, Lease, LeaseState, group_id, group_seq
+from rollout_service.core.records import GroupPayload
 from rollout_service.core.scheduler import NotHeld
 from rollout_service.errors import Conflict, NotFound
 from rollout_service.orchestrator.calls import Calls
 from rollout_service.orchestrator.views import LeaseAnswer, LeaseRequest, LeaseStatus
 from rollout_service.orchestrator.waiters import Outcome, Waiter
-
-
-class HungUp(Exception):
-    """The caller has gone before there was an answer; nothing is held for it."""
 
 
 class LeaseCalls(Calls):
@@ -30,7 +25,7 @@ class LeaseCalls(Calls):
             writer.turn()  # what `expire` changed
         else:
             writer.turn()
-            outcome = await self._wait(waiter, request.wait_s, hung_up)
+            outcome = await writer.line.wait(waiter, request.wait_s, hung_up, abandon=self.abandon, left=writer.touch)
         if isinstance(outcome, LeaseStatus):
             return LeaseAnswer(status=outcome, policy_version=self.version, outstanding=writer.core.outstanding)
         try:
@@ -64,56 +59,17 @@ class LeaseCalls(Calls):
         """Raises Conflict where the id was used with other parameters."""
         waiter = self._writer.line.by_request(request.request_id or "")
         if waiter is not None:
-            _check_same(waiter.request.parameters, request)
+            check_same_request(waiter.request.parameters, request)
             return waiter
         for lease in self._writer.core.leases.values():
             if lease.request_id == request.request_id:
-                _check_same((lease.max_groups, lease.min_groups, lease.lease_s), request, lease)
+                check_same_request((lease.max_groups, lease.min_groups, lease.lease_s), request, lease)
                 return lease
         return None
 
-    async def _wait(self, waiter: Waiter, wait_s: float, hung_up: Awaitable[None] | None) -> Outcome:
-        writer = self._writer
-        gone = asyncio.ensure_future(hung_up) if hung_up is not None else None
-        waiter.callers += 1
-        try:
-            waiting: set[asyncio.Future[Any]] = {waiter.future} if gone is None else {waiter.future, gone}
-            done, _ = await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done and waiter.decided:  # in time, but not yet on disk
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if waiter.future in done:
-                return waiter.future.result()
-            if gone is not None and gone in done:
-                raise HungUp
-            return LeaseStatus.EMPTY
-        except BaseException:
-            if waiter.callers == 1 and waiter.leased is not None:
-                await self.abandon(waiter.leased)  # it was granted in the moment its last caller went
-            raise
-        finally:
-            if gone is not None and gone is not hung_up:
-                gone.cancel()
-            waiter.callers -= 1
-            if not waiter.callers and waiter.granted is None:
-                writer.line.leave(waiter)
-                writer.touch()  # the next in line may be content with what was too little for this one
-
     async def _answer(self, lease: Lease) -> LeaseAnswer:
-        """The lease with the payloads of those of its groups that it still holds or that were acked under it."""
-        payloads = [
-            payload
-            for payload in await self._store.payloads([seq for seq, _ in lease.groups])
-            if payload.group.attempt == lease.attempt_of(payload.group.seq)
-            and lease.lease_id in (payload.group.lease_id, payload.group.acked_by)
-            and payload.score is not None
-        ]
-        return LeaseAnswer(
-            status=LeaseStatus.OK if payloads else LeaseStatus.EMPTY,
-            policy_version=lease.policy_version,
-            outstanding=self._writer.core.outstanding,
-            lease=lease if payloads else None,
-            payloads=payloads,
-        )
+        payloads = still_held(lease, await self._store.payloads([seq for seq, _ in lease.groups]))
+        return answer_of(lease, payloads, self._writer.core.outstanding)
 
     async def abandon(self, lease: Lease) -> None:
         """The answer with `lease` did not reach its caller: without a `request_id` nobody could fetch it again."""
@@ -210,9 +166,31 @@ class LeaseCalls(Calls):
         return renewed
 
 
-def _check_same(parameters: tuple[int, int, int], request: LeaseRequest, lease: Lease | None = None) -> None:
+def check_same_request(parameters: tuple[int, int, int], request: LeaseRequest, lease: Lease | None = None) -> None:
+    """Raises Conflict where a `request_id` was used with other `parameters`."""
     if parameters != request.parameters:
         names = ("max_groups", "min_groups", "lease_s")
         was = ", ".join(f"{name} {value}" for name, value in zip(names, parameters, strict=True))
         facts = {} if lease is None else {"lease_id": lease.lease_id}
         raise Conflict(f"request_id {request.request_id!r} was used with {was}", **facts)
+
+
+def still_held(lease: Lease, payloads: Sequence[GroupPayload]) -> list[GroupPayload]:
+    """Those that `lease` still holds or that were acked under it, in its order."""
+    return [
+        payload
+        for payload in payloads
+        if payload.group.attempt == lease.attempt_of(payload.group.seq)
+        and lease.lease_id in (payload.group.lease_id, payload.group.acked_by)
+        and payload.score is not None
+    ]
+
+
+def answer_of(lease: Lease, payloads: Sequence[GroupPayload], outstanding: int) -> LeaseAnswer:
+    return LeaseAnswer(
+        status=LeaseStatus.OK if payloads else LeaseStatus.EMPTY,
+        policy_version=lease.policy_version,
+        outstanding=outstanding,
+        lease=lease if payloads else None,
+        payloads=payloads,
+    )

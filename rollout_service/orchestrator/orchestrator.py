@@ -133,6 +133,9 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         self._writer.turn()
         await self._writer.settled()
 
+    async def refresh(self) -> None:
+        """Bring `status` up to date; here it always is."""
+
     def status(self) -> StatusView:
         """One consistent look, from counters only."""
         writer, core = self._writer, self._writer.core

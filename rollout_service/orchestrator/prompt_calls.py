@@ -10,6 +10,7 @@ from hashlib import sha256
 from rollout_service.core.group import Group, group_id
 from rollout_service.core.model import Prompt, prompt_size
 from rollout_service.core.records import NewGroup
+from rollout_service.core.scheduler import Policy, Scheduler
 from rollout_service.errors import Conflict, InvalidField, QueueFull, StoreUnavailable
 from rollout_service.orchestrator.calls import Calls
 from rollout_service.orchestrator.parts import Clock
@@ -34,11 +35,7 @@ class PromptCalls(Calls):
 
     def fitting(self, prompts: Sequence[Prompt], room: int) -> int:
         """How many of the first of `prompts` make `room` groups at most; one, where even that makes more."""
-        for count, prompt in enumerate(prompts):
-            room -= prompt.num_generations if self._each_alone else 1
-            if room < 0:
-                return max(1, count)
-        return len(prompts)
+        return fitting(prompts, room, alone=self._each_alone)
 
     async def take(
         self,
@@ -60,8 +57,10 @@ class PromptCalls(Calls):
             writer.require_open()
             if read_position is not None and read_from != writer.run.read_position:
                 raise StoreUnavailable("the store was reloaded while rows were read; they are read again")
-            seqs, new = self._number(submissions, known)
-            self._check_room(new)
+            core = writer.core
+            seqs, new = number(submissions, known, core, now=self._clock())
+            held = writer.prompts
+            check_room(new, self._rules.policy, pending=core.pending, prompts=len(held), prompt_bytes=held.size)
             if new:
                 writer.submit(new)
             if final and not writer.core.final:
@@ -80,55 +79,78 @@ class PromptCalls(Calls):
             key: here[key] for key in keys if key in here
         }
 
-    def _number(
-        self, submissions: Sequence[Submission], known: Mapping[tuple[str, int], tuple[int, bytes]]
-    ) -> tuple[list[int], dict[int, NewGroup]]:
-        """The seq of every submission, and those that are new. Raises Conflict for a known identity, other content."""
-        now, core = self._clock(), self._writer.core
-        seen = dict(known)
-        seqs: list[int] = []
-        new: dict[int, NewGroup] = {}
-        for submission in submissions:
-            prompt = submission.prompt
-            key = (prompt.prompt_id, prompt.epoch)
-            if key not in seen:
-                if core.final:
-                    raise Conflict(
-                        f"prompt {prompt.prompt_id!r} came after the last one: the input was declared final",
-                        prompt_id=prompt.prompt_id,
-                    )
-                seq = core.last_seq + len(new) + 1
-                seen[key] = (seq, submission.digest)
-                new[seq] = NewGroup(group=_new_group(seq, prompt, now), prompt=prompt, digest=submission.digest)
-            seq, digest = seen[key]
-            if digest != submission.digest:
-                raise Conflict(
-                    f"prompt {prompt.prompt_id!r} of epoch {prompt.epoch} is {group_id(seq)} with other content",
-                    prompt_id=prompt.prompt_id,
-                    group_id=group_id(seq),
-                )
-            seqs.append(seq)
-        return seqs, new
 
-    def _check_room(self, new: Mapping[int, NewGroup]) -> None:
-        """Pending groups are bounded in number and, with all outstanding prompts, in bytes (design 4.7)."""
-        policy, writer = self._rules.policy, self._writer
-        if len(new) > policy.max_pending_groups:
-            raise InvalidField(
-                f"prompts: {len(new)} new ones in a call, but groups.max_pending_groups is {policy.max_pending_groups}"
+def fitting(prompts: Sequence[Prompt], room: int, *, alone: bool) -> int:
+    """How many of the first of `prompts` make `room` groups at most; one, where even that makes more.
+
+    `alone`: each rollout is a group of its own.
+    """
+    for count, prompt in enumerate(prompts):
+        room -= prompt.num_generations if alone else 1
+        if room < 0:
+            return max(1, count)
+    return len(prompts)
+
+
+def number(
+    submissions: Sequence[Submission],
+    known: Mapping[tuple[str, int], tuple[int, bytes]],
+    core: Scheduler,
+    *,
+    now: float,
+) -> tuple[list[int], dict[int, NewGroup]]:
+    """The seq of every submission, and those that are new, numbered from the core's `last_seq` + 1 on.
+
+    `known`: identity -> (seq, digest) of those submitted before. Raises Conflict for a known identity with other
+    content, and for a new one after the last.
+    """
+    seen = dict(known)
+    seqs: list[int] = []
+    new: dict[int, NewGroup] = {}
+    for submission in submissions:
+        prompt = submission.prompt
+        key = (prompt.prompt_id, prompt.epoch)
+        if key not in seen:
+            if core.final:
+                raise Conflict(
+                    f"prompt {prompt.prompt_id!r} came after the last one: the input was declared final",
+                    prompt_id=prompt.prompt_id,
+                )
+            seq = core.last_seq + len(new) + 1
+            seen[key] = (seq, submission.digest)
+            new[seq] = NewGroup(group=_new_group(seq, prompt, now), prompt=prompt, digest=submission.digest)
+        seq, digest = seen[key]
+        if digest != submission.digest:
+            raise Conflict(
+                f"prompt {prompt.prompt_id!r} of epoch {prompt.epoch} is {group_id(seq)} with other content",
+                prompt_id=prompt.prompt_id,
+                group_id=group_id(seq),
             )
-        if writer.core.pending + len(new) > policy.max_pending_groups:
-            raise QueueFull(
-                f"{writer.core.pending} groups are pending and {len(new)} more would exceed groups.max_pending_groups "
-                f"= {policy.max_pending_groups}; send them again later",
-                pending=writer.core.pending,
-            )
-        size = sum(prompt_size(entry.prompt) for entry in new.values())
-        if new and writer.prompts and writer.prompts.size + size > policy.max_ready_bytes:
-            raise QueueFull(
-                f"prompts of outstanding groups take {writer.prompts.size} bytes and {size} more would exceed "
-                f"groups.max_ready_bytes = {policy.max_ready_bytes}; send them again later"
-            )
+        seqs.append(seq)
+    return seqs, new
+
+
+def check_room(new: Mapping[int, NewGroup], policy: Policy, *, pending: int, prompts: int, prompt_bytes: int) -> None:
+    """Pending groups are bounded in number and, with all outstanding prompts, in bytes (design 4.7).
+
+    `pending` groups are pending, `prompts` are outstanding and take `prompt_bytes`. Raises InvalidField, QueueFull.
+    """
+    if len(new) > policy.max_pending_groups:
+        raise InvalidField(
+            f"prompts: {len(new)} new ones in a call, but groups.max_pending_groups is {policy.max_pending_groups}"
+        )
+    if pending + len(new) > policy.max_pending_groups:
+        raise QueueFull(
+            f"{pending} groups are pending and {len(new)} more would exceed groups.max_pending_groups "
+            f"= {policy.max_pending_groups}; send them again later",
+            pending=pending,
+        )
+    size = sum(prompt_size(entry.prompt) for entry in new.values())
+    if new and prompts and prompt_bytes + size > policy.max_ready_bytes:
+        raise QueueFull(
+            f"prompts of outstanding groups take {prompt_bytes} bytes and {size} more would exceed "
+            f"groups.max_ready_bytes = {policy.max_ready_bytes}; send them again later"
+        )
 
 
 def each_alone(submission: Submission) -> Iterator[Submission]:

@@ -58,25 +58,11 @@ class Serving:
             self._writer.collect()
             self._writer.committer.after_commit(partial(self._granted, waiter, lease), partial(line.settle, waiter))
         for waiter in line:
-            ending = self._end_of_wait()
+            ending = end_of_wait(core)
             if ending is not None:
                 waiter.decided = True
                 self._writer.committer.after_commit(partial(line.settle, waiter, ending), partial(line.settle, waiter))
                 line.leave(waiter)
-
-    def _end_of_wait(self) -> LeaseStatus | Halted | None:
-        """What to tell callers for whom nothing will come."""
-        halt = self._writer.core.halt
-        if halt is not None:
-            at = f" at {halt.engine}" if halt.engine is not None else ""
-            return Halted(
-                f"halted: {halt.reason}; last: {halt.group_id}{at}: {halt.error}. Mend the cause, then POST /resume.",
-                reason=halt.reason,
-                group_id=halt.group_id,
-                engine=halt.engine,
-                error=halt.error,
-            )
-        return LeaseStatus.EXHAUSTED if self._writer.core.exhausted else None
 
     def _granted(self, waiter: Waiter, lease: Lease) -> None:
         for seq, _ in lease.groups:
@@ -89,3 +75,18 @@ class Serving:
         if not waiter.callers and waiter.request.request_id is None:  # nobody is there to take it (design 4.2)
             self._writer.core.release(lease.lease_id, None, now=self._writer.now())
             self._writer.touch()
+
+
+def end_of_wait(core: Scheduler) -> LeaseStatus | Halted | None:
+    """What to tell callers for whom nothing will come, in a run as `core` has it."""
+    halt = core.halt
+    if halt is not None:
+        at = f" at {halt.engine}" if halt.engine is not None else ""
+        return Halted(
+            f"halted: {halt.reason}; last: {halt.group_id}{at}: {halt.error}. Mend the cause, then POST /resume.",
+            reason=halt.reason,
+            group_id=halt.group_id,
+            engine=halt.engine,
+            error=halt.error,
+        )
+    return LeaseStatus.EXHAUSTED if core.exhausted else None

@@ -10,6 +10,7 @@ from rollout_service.core.changes import Counts, Halt
 from rollout_service.core.group import Group, Lease
 from rollout_service.core.model import Prompt
 from rollout_service.core.records import GroupPayload
+from rollout_service.core.shared import SeenReplica
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,3 +95,12 @@ class StatusView:
     waiting_lease_calls: int
     read_position: int
     now: float
+    other_slots_total: int = 0
+    other_slots_used: int = 0
+    """Of the other replicas that live; those above are this one's own."""
+    replicas: tuple[SeenReplica, ...] = ()
+    """Those that share the run; empty where one service has it alone."""
+    store_now: float = 0.0
+    """Unix seconds by the store's clock, which that of this host may differ from."""
+    replica_id: str | None = None
+    """Which of them answers."""

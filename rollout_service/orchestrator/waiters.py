@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from rollout_service.core.group import Lease
 from rollout_service.orchestrator.views import LeaseRequest, LeaseStatus
+
+
+class HungUp(Exception):
+    """The caller has gone before there was an answer; nothing is held for it."""
+
 
 Outcome = Lease | LeaseStatus
 """How a wait ends: a committed lease, or `empty` / `exhausted`."""
@@ -28,6 +34,7 @@ class Waiter:
         self.decided = False
         """How the wait ends is decided, and told after a commit."""
         self._future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._undecided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def future(self) -> asyncio.Future[Outcome]:
@@ -40,6 +47,17 @@ class Waiter:
             return None
         outcome = self._future.result()
         return outcome if isinstance(outcome, Lease) else None
+
+    @property
+    def undecided(self) -> asyncio.Future[None]:
+        """Done when what seemed decided came to nothing, and the wait goes on."""
+        return self._undecided
+
+    def take_back(self) -> None:
+        """What seemed decided came to nothing."""
+        self.decided = False
+        self._undecided.set_result(None)
+        self._undecided = asyncio.get_running_loop().create_future()
 
     def tell(self, outcome: Outcome) -> None:
         if not self._future.done():
@@ -100,3 +118,41 @@ class Line:
     def settle_all(self, outcome: Outcome | Exception) -> None:
         for waiter in (*self._granted, *self._waiting):
             self.settle(waiter, outcome)
+
+    async def wait(
+        self,
+        waiter: Waiter,
+        wait_s: float,
+        hung_up: Awaitable[None] | None,
+        *,
+        abandon: Callable[[Lease], Awaitable[None]],
+        left: Callable[[], None],
+    ) -> Outcome:
+        """How `waiter`, who is in the line, is told it ended; `empty` after `wait_s`. One of its callers waits here.
+
+        `abandon`: for a lease whose last caller has gone. `left`: the line is shorter by one. Raises HungUp where
+        `hung_up` ends first, and what the waiter failed with.
+        """
+        gone = asyncio.ensure_future(hung_up) if hung_up is not None else None
+        waiter.callers += 1
+        try:
+            waiting: set[asyncio.Future[Any]] = {waiter.future} if gone is None else {waiter.future, gone}
+            done, _ = await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done and waiter.decided:  # in time, but not yet on disk
+                done, _ = await asyncio.wait({*waiting, waiter.undecided}, return_when=asyncio.FIRST_COMPLETED)
+            if waiter.future in done:
+                return waiter.future.result()
+            if gone is not None and gone in done:
+                raise HungUp
+            return LeaseStatus.EMPTY
+        except BaseException:
+            if waiter.callers == 1 and waiter.leased is not None:
+                await abandon(waiter.leased)  # it was granted in the moment its last caller went
+            raise
+        finally:
+            if gone is not None and gone is not hung_up:
+                gone.cancel()
+            waiter.callers -= 1
+            if not waiter.callers and waiter.granted is None:
+                self.leave(waiter)
+                left()  # the next in line may be content with what was too little for this one

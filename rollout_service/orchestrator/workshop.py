@@ -126,6 +126,10 @@ class Workshop:
     def _after_commit(self, run: Callable[[], None]) -> None:
         self.committer.after_commit(run)
 
+    def _after_commit_of(self, seq: int, run: Callable[[], None]) -> None:
+        """For what is told of a group."""
+        self._after_commit(run)
+
     def _set_gate(self) -> None:
         """Close it at once, open it when what opened it is durable."""
         if self.core.stopped:
@@ -189,11 +193,11 @@ class Workshop:
             tokens = self.survivors.end(seq, before.attempt)
             wasted = why_wasted(moved)
             if tokens and wasted is not None:
-                self._after_commit(partial(self._observer.tokens_wasted, tokens, wasted))
+                self._after_commit_of(seq, partial(self._observer.tokens_wasted, tokens, wasted))
         if after.state.terminal:
             self.prompts.discard(seq)
             self._after_commit(partial(self.prompts.forget_key, (after.prompt_id, after.epoch)))
-        self._after_commit(partial(self._observer.group_moved, moved))
+        self._after_commit_of(seq, partial(self._observer.group_moved, moved))
 
     # rollouts go out and come back
 
@@ -243,7 +247,8 @@ class Workshop:
                 )
         if counted:
             self._outcomes[key] = outcome
-            self._after_commit(partial(self._observer.rollout_settled, outcome, seconds, group_id=group_id(seq)))
+            told = partial(self._observer.rollout_settled, outcome, seconds, group_id=group_id(seq))
+            self._after_commit_of(seq, told)
             self.touch()
 
     # scores come back
@@ -329,9 +334,8 @@ class Workshop:
         for row in rows:
             failed = FailedRollout(index=row, reason=FailureReason.ENGINE_UNAVAILABLE, error=error, engine=engine)
             self.committer.batch.rollouts[group.seq, group.attempt, row] = failed
-            self._after_commit(
-                partial(self._observer.rollout_settled, failed, now - group.changed_at, group_id=group.group_id)
-            )
+            told = partial(self._observer.rollout_settled, failed, now - group.changed_at, group_id=group.group_id)
+            self._after_commit_of(group.seq, told)
         self.touch()  # waiting callers were served before this, and must hear of a halt
 
 

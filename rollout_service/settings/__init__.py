@@ -5,6 +5,7 @@ from rollout_service.settings.model import Settings
 from rollout_service.settings.registration import RegistrationSettings
 from rollout_service.settings.sampling import SamplingOverrides, SamplingSettings
 from rollout_service.settings.server import KeySettings, ServerSettings
+from rollout_service.settings.stores import ReplicaSettings, StoreSettings
 from rollout_service.settings.tables import (
     DispatchSettings,
     EngineSettings,
@@ -13,7 +14,6 @@ from rollout_service.settings.tables import (
     PromptsSettings,
     RewardSettings,
     RewardWorkersSettings,
-    StoreSettings,
     TeacherSettings,
     WeightsSettings,
 )
@@ -26,6 +26,7 @@ __all__ = [
     "ProgramSettings",
     "PromptsSettings",
     "RegistrationSettings",
+    "ReplicaSettings",
     "RewardSettings",
     "RewardWorkersSettings",
     "SamplingOverrides",

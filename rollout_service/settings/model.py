@@ -17,6 +17,7 @@ from rollout_service.settings.problems import FieldProblems
 from rollout_service.settings.registration import RegistrationSettings
 from rollout_service.settings.sampling import SamplingSettings
 from rollout_service.settings.server import ServerSettings, server_problems
+from rollout_service.settings.stores import ReplicaSettings, StoreSettings
 from rollout_service.settings.tables import (
     DiscoverySettings,
     DispatchSettings,
@@ -26,7 +27,6 @@ from rollout_service.settings.tables import (
     PromptsSettings,
     RewardSettings,
     RewardWorkersSettings,
-    StoreSettings,
     TeacherSettings,
     WeightsSettings,
 )
@@ -76,6 +76,7 @@ class Settings(BaseSettings):
     teachers: list[TeacherSettings] = Field(default=[], max_length=64, description='For mode "distillation".')
     reward_workers: RewardWorkersSettings = RewardWorkersSettings()
     store: StoreSettings = StoreSettings()
+    replica: ReplicaSettings = ReplicaSettings()
     weights: WeightsSettings = WeightsSettings()
     server: ServerSettings = ServerSettings()
 

@@ -6,7 +6,6 @@ no table takes a key it does not know. What one table can check alone it checks 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -345,40 +344,6 @@ class RewardWorkersSettings(Table):
     """`[reward_workers]`: the processes reward functions run in."""
 
     processes: int = Field(default=2, ge=1, le=256, description="Reward functions that run at once.")
-
-
-class StoreSettings(Table):
-    """`[store]`: where everything is that must outlive the process."""
-
-    url: str = Field(
-        default="sqlite:///rollout.db",
-        max_length=4096,
-        description="sqlite:/// and a path (relative to the working directory; four slashes: absolute), or memory:// "
-        "(nothing outlives the process; for tests).",
-    )
-    max_lease_bytes: int = Field(
-        default=2**28, ge=1, le=TERABYTE, description="A lease is cut at so many bytes, never below one group."
-    )
-
-    @field_validator("url")
-    @classmethod
-    def _known_kind(cls, value: str) -> str:
-        scheme, _, rest = value.partition("://")
-        if scheme.partition("+")[0] in ("postgresql", "postgres"):
-            raise ValueError("PostgreSQL is not yet available in this version; use sqlite:///")
-        if value == "memory://":
-            return value
-        path = rest.removeprefix("/")
-        if scheme != "sqlite" or not rest.startswith("/") or not path or path.endswith("/"):
-            raise ValueError("expected sqlite:/// and the path of a file, or memory://")
-        if ":memory:" in path or not set(path).isdisjoint("?#") or not path.isprintable():
-            raise ValueError("expected a plain path after sqlite:/// (for a store in memory: memory://)")
-        return value
-
-    @property
-    def sqlite_path(self) -> Path | None:
-        """The SQLite file, or None for a store in memory."""
-        return None if self.url == "memory://" else Path(self.url.removeprefix("sqlite:///"))
 
 
 class WeightsSettings(Table):

@@ -17,13 +17,13 @@ import pytest
 import uvicorn
 
 from rollout_service.api import Access, Context, Viewers, build_api
-from rollout_service.app import rules
 from rollout_service.core.model import WeightUpdate
 from rollout_service.errors import NotFound
 from rollout_service.keys import Keys
 from rollout_service.metrics import Metrics
 from rollout_service.observers import History, Observers, OutcomeLog
 from rollout_service.orchestrator import Orchestrator, PolicyUpdates
+from rollout_service.run import rules
 from rollout_service.settings import EngineSettings, RewardSettings, Settings
 from rollout_service.settings.registration import allowed_url
 from rollout_service.store import MemoryStore

@@ -297,7 +297,7 @@ async def test_a_key_revoked_while_a_call_is_on_its_way_is_refused_at_its_end():
         writer.write(b'{"name":"a"}')
         assert (await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)).startswith(b"HTTP/1.1 401")
         writer.close()
-        assert list(service.door.checkpoints()) == []
+        assert list(await service.door.checkpoints()) == []
         body = {"prompts": [{"prompt_id": "a", "prompt": "p:a;"}]}
         assert (await service.http.post("/prompts", json=body, headers=bearer(Role.SUBMIT))).status_code == 202
         assert (await waiting).status_code == 401

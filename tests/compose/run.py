@@ -1,57 +1,64 @@
 """docker-compose.yml, seen working: `make compose-test`, on whatever Docker engine the environment names.
 
-What always holds: the compose file, its images' settings and `.env.example` are taken as they stand, but for free ports
-and, by tests/compose/override.yml, vLLM's image; what this started is down, its volumes too, when it ends; each step
-prints a line; the first that fails ends it with exit status 1 and the containers' last lines. A machine without Docker
-is a failure, not a skip.
+What always holds: each step prints a line; the first that fails ends it with exit status 1 and the containers' last
+lines. A machine without Docker is a failure, not a skip.
 
-    python -m tests.compose.run
+    python -m tests.compose.run                         the single service
+    python -m tests.compose.run --profile replicas      several of them on PostgreSQL, see tests/compose/replicas.py
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.engine import environment
-from examples.processes import free_port
+from tests.compose import replicas
+from tests.compose.stack import (
+    START_WITHIN_S,
+    TAG,
+    Failed,
+    Stack,
+    answer,
+    curl,
+    need,
+    ready,
+    run,
+    step,
+    timed,
+    until,
+    why_impossible,
+)
+from trainer_client import ClientError
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "rollout-service-compose-test"
-FILES = ("docker-compose.yml", "tests/compose/override.yml")
 SERVICES = ("vllm-cpu", "rollout-service", "prometheus")
 """Not Grafana: its provisioning and its expressions have tests of their own, which need no image of half a gigabyte."""
 MAX_IMAGE_MB = 300
 STOP_WITHIN_S = 10.0
-START_WITHIN_S = 420
-ROLE_KEYS = ("admin", "trainer", "submit", "read")
-
-
-class Failed(Exception):
-    """A step did not come out as it should."""
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.compose.run", description="docker-compose.yml, seen working")
+    parser.add_argument("--profile", choices=("single", "replicas"), default="single")
+    profile = parser.parse_args().profile
     if reason := why_impossible():
         print(f"compose-test: {reason}", file=sys.stderr)
         return 1
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="compose-test-") as folder:
-        stack = Stack(Path(folder))
+        stack = replicas.stack(Path(folder)) if profile == "replicas" else single(Path(folder))
         try:
             stack.prepare()
-            run_steps(stack)
-        except (Failed, subprocess.TimeoutExpired) as error:
+            (replicas.run_steps if profile == "replicas" else run_steps)(stack)
+        except (Failed, ClientError, subprocess.TimeoutExpired) as error:
             print(f"FAILED {error}")
             print(stack.compose("logs", "--no-color", "--tail=40", check=False))
             return 1
@@ -61,140 +68,8 @@ def main() -> int:
     return 0
 
 
-def why_impossible() -> str:
-    """Empty where Docker and Compose v2 answer, else the reason in one line."""
-    if shutil.which("docker") is None:
-        return "there is no docker command on this machine"
-    if shutil.which("curl") is None:
-        return "there is no curl command on this machine"
-    engine = subprocess.run(["docker", "info", "-f", "{{.ServerVersion}}"], capture_output=True, text=True)
-    if engine.returncode or not engine.stdout.strip():  # some answer 0 and nothing
-        return f"no Docker engine answers: {' '.join(engine.stderr.split())}"
-    compose = subprocess.run(["docker", "compose", "version", "--short"], capture_output=True, text=True)
-    version = compose.stdout.strip().removeprefix("v")
-    if compose.returncode or tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 20):
-        return f"Compose 2.20 or newer is needed, this is {version or 'none'}"
-    step(f"Docker engine {engine.stdout.strip()}, Compose {version}")
-    return environment.why_impossible()
-
-
-def step(text: str) -> None:
-    print(f"  {text}", flush=True)
-
-
-def need(condition: object, text: str) -> None:
-    """Raises Failed with `text` unless `condition` holds."""
-    if not condition:
-        raise Failed(text)
-
-
-class Stack:
-    """The compose project of this test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.env_file = folder / "env"
-        self.ports = {name: free_port() for name in ("SERVICE_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")}
-        self.url = f"http://127.0.0.1:{self.ports['SERVICE_PORT']}"
-        self.prometheus = f"http://127.0.0.1:{self.ports['PROMETHEUS_PORT']}"
-        self.keys: dict[str, str] = {}
-        self._environ: dict[str, str] = {}
-
-    def prepare(self) -> None:
-        """The engine's environment, its model and the env file."""
-        engine = environment.make()
-        model = self.folder / "model"
-        run(sys.executable, "-m", "examples.engine.make_tiny_model", str(model))
-        # Made in a folder that is its owner's alone; in the container somebody else may read it.
-        self.folder.chmod(0o755)
-        example = (ROOT / ".env.example").read_text()
-        changed = {
-            "COMPOSE_PROFILES": "cpu,monitoring",
-            "SERVICE_TAG": "compose-test",
-            "PROMETHEUS_TAG": os.environ.get("PROMETHEUS_TAG", "latest"),
-            "ENGINE_PYTHON": str(engine),
-            "ENGINE_ENVIRONMENT": str(engine.parents[1]),
-            "ENGINE_BASE_PYTHON": str(engine.resolve().parents[1]),
-            "ENGINE_MODEL": str(model),
-            **{name: str(port) for name, port in self.ports.items()},
-        }
-        # A later line of the same name wins.
-        self.env_file.write_text(example + "\n" + "".join(f"{name}={value}\n" for name, value in changed.items()))
-        names = {line.partition("=")[0] for line in self.env_file.read_text().splitlines()}
-        # The shell's own variables would win over the file.
-        self._environ = {name: value for name, value in os.environ.items() if name not in names}
-
-    def compose(self, *arguments: str, check: bool = True, timeout: float = 600) -> str:
-        """Output of `docker compose …` on this project. Raises Failed where it fails and `check` is set."""
-        files = [part for name in FILES for part in ("-f", str(ROOT / name))]
-        command = ["docker", "compose", "--ansi", "never", "-p", PROJECT, "--project-directory", str(ROOT), *files]
-        command += ["--env-file", str(self.env_file), *arguments]
-        return run(*command, check=check, timeout=timeout, env=self._environ)
-
-    def container(self, service: str) -> dict[str, Any]:
-        """`docker inspect` of a service's container."""
-        number = self.compose("ps", "--all", "--quiet", service).split()[0]
-        found: dict[str, Any] = json.loads(run("docker", "inspect", number))[0]
-        return found
-
-    def execute(self, service: str, *command: str, check: bool = True) -> str:
-        return self.compose("exec", "-T", service, *command, check=check)
-
-    def down(self) -> None:
-        """Containers, networks and volumes go; says so if any stayed."""
-        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "10", check=False)
-        label = f"label=com.docker.compose.project={PROJECT}"
-        left = run("docker", "ps", "-aq", "--filter", label) + run("docker", "volume", "ls", "-q", "--filter", label)
-        step("down: no container and no volume is left" if not left.strip() else f"LEFT BEHIND: {left.split()}")
-
-
-def run(*command: str, check: bool = True, timeout: float = 600, env: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT)
-    if check and done.returncode:
-        raise Failed(
-            f"{' '.join(command[:2])} … {' '.join(command[-3:])} exited {done.returncode}: {done.stderr[-2000:]}"
-        )
-    return done.stdout if done.returncode == 0 else done.stdout + done.stderr
-
-
-def curl(url: str, *, key: str = "", body: object = None, method: str = "") -> tuple[int, str]:
-    """Status and body of one call with curl. The key goes by standard input, so that no process list shows it."""
-    command = ["curl", "-sS", "--max-time", "90", "-w", "\n%{http_code}", "--config", "-", url]
-    if method:
-        command += ["-X", method]
-    if body is not None:
-        command += ["-d", json.dumps(body)]
-    config = f'header = "Authorization: Bearer {key}"\n' if key else ""
-    done = subprocess.run(command, input=config, capture_output=True, text=True)
-    if done.returncode:
-        raise Failed(f"curl {url}: {done.stderr.strip()}")
-    text, _, status = done.stdout.rpartition("\n")
-    return int(status), text
-
-
-def answer(url: str, *, key: str = "", body: object = None, method: str = "", status: int = 200) -> Any:
-    """The JSON of a call that has to answer `status`."""
-    got, text = curl(url, key=key, body=body, method=method)
-    need(
-        got == status,
-        f"{method} {url}: {got}, wanted {status}: {text[:500]}",
-    )
-    return json.loads(text)
-
-
-def until(condition: Callable[[], Any], what: str, within_s: float = 60) -> Any:
-    """The first true value of `condition()`."""
-    deadline = time.monotonic() + within_s
-    while not (value := condition()):
-        need(time.monotonic() < deadline, f"not within {within_s:.0f} s: {what}")
-        time.sleep(0.25)
-    return value
-
-
-@contextmanager
-def timed() -> Iterator[Callable[[], float]]:
-    started = time.monotonic()
-    yield lambda: time.monotonic() - started
+def single(folder: Path) -> Stack:
+    return Stack(folder, name=PROJECT, door="SERVICE_PORT", variables={"COMPOSE_PROFILES": "cpu,monitoring"})
 
 
 def run_steps(stack: Stack) -> None:
@@ -215,7 +90,7 @@ def up(stack: Stack) -> None:
     stack.compose("config", "--quiet")
     with timed() as took:
         stack.compose("build", timeout=580)
-    image = json.loads(run("docker", "image", "inspect", "rollout-service:compose-test"))[0]
+    image = json.loads(run("docker", "image", "inspect", f"rollout-service:{TAG}"))[0]
     size = image["Size"] / 1e6
     step(f"built in {took():.0f} s; the service's image has {size:.0f} MB")
     need(size < MAX_IMAGE_MB, f"the image has {size:.0f} MB, at most {MAX_IMAGE_MB} are wanted")
@@ -231,8 +106,7 @@ def up(stack: Stack) -> None:
 
 
 def keys_made(stack: Stack) -> None:
-    for role in ROLE_KEYS:
-        stack.keys[role] = stack.execute("rollout-service", "cat", f"/keys/{role}.key").strip()
+    stack.read_keys("rollout-service")
     need(all(re.fullmatch(r"rsk_[\w-]{43}", key) for key in stack.keys.values()), "a key does not look like one")
     hashes = stack.execute("rollout-service", "cat", "/keys/keys.toml")
     need("sha256:" in hashes and not any(key in hashes for key in stack.keys.values()), "keys.toml has hashes alone")
@@ -364,13 +238,6 @@ def restarted(stack: Stack, group_ids: Sequence[str]) -> None:
     need([group["prompt_id"] for group in lease["groups"]] == ["left"], "the prompt left over was not leased")
     answer(f"{stack.url}/leases/{lease['lease_id']}/ack", key=stack.keys["trainer"], method="POST")
     step(f"restart: ready after {took():.1f} s; counts, version, keys as before; the prompt left over was leased")
-
-
-def ready(stack: Stack) -> bool:
-    try:
-        return curl(f"{stack.url}/readyz")[0] == 200
-    except Failed:
-        return False  # not listening yet
 
 
 def quiet_logs(stack: Stack) -> None:

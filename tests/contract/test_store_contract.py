@@ -1,10 +1,11 @@
-"""What every store holds, in memory and in SQLite alike."""
+"""What every store holds, in memory, in SQLite and in PostgreSQL alike."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rollout_service.core.model import GroupState
 from rollout_service.core.records import Batch, GroupPayload, RunState, Snapshot, StoredPrompt
 from rollout_service.errors import StoreUnavailable
 from rollout_service.store import MemoryStore, SqliteStore, Store
+from rollout_service.store.postgres import PostgresStore
 from tests.contract.store_samples import (
     MAX_STALENESS,
     ROWS,
@@ -37,6 +39,7 @@ from tests.contract.store_samples import (
     settled,
     submitted,
 )
+from tests.postgres_cluster import cluster
 
 S = GroupState
 
@@ -47,10 +50,14 @@ class Medium:
     def __init__(self, kind: str, folder: Path) -> None:
         self._kind, self._folder = kind, folder
         self._made: list[Store] = []
+        self._databases = AsyncExitStack()
 
     async def store(self) -> Store:
         if self._kind == "memory":
             return await self._opened(MemoryStore(MAX_STALENESS))
+        if self._kind == "postgres":
+            url = await self._databases.enter_async_context(cluster().database())
+            return await self._opened(PostgresStore(url, max_staleness=MAX_STALENESS, pool_size=3))
         return await self._opened(SqliteStore(self._folder / "a.db", max_staleness=MAX_STALENESS))
 
     async def reopened(self, store: Store) -> Store:
@@ -61,6 +68,8 @@ class Medium:
     async def crashed(self, store: Store) -> Store:
         if isinstance(store, MemoryStore):
             return await self._opened(MemoryStore.reopened(store))
+        if isinstance(store, PostgresStore):  # what the server has while the first store never closes
+            return await self._opened(PostgresStore(store.url, max_staleness=MAX_STALENESS, pool_size=3))
         assert isinstance(store, SqliteStore)
         copy = store.path.with_name(f"crashed-{len(self._made)}.db")
         for suffix in ("", "-wal"):  # what is on disk while the first store never closes
@@ -75,9 +84,10 @@ class Medium:
     async def close(self) -> None:
         for store in self._made:
             await store.close()
+        await self._databases.aclose()
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
 async def medium(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Medium]:
     medium = Medium(request.param, tmp_path)
     yield medium

@@ -1,5 +1,5 @@
-"""Any sequence of batches, legal or not, with kills between them: SQLite does what the in-memory store does, and what
-section 4 of the design says about leases and attempts holds after every step."""
+"""Any sequence of batches, legal or not, with kills between them: SQLite and PostgreSQL do what the in-memory store
+does, and what section 4 of the design says about leases and attempts holds after every step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Awaitable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,9 @@ from rollout_service.core.model import DropReason, GroupState
 from rollout_service.core.records import Batch, RunState, Snapshot
 from rollout_service.errors import StoreUnavailable
 from rollout_service.store import MemoryStore, SqliteStore, Store
+from rollout_service.store.postgres import PostgresStore
 from tests.contract.store_samples import MAX_STALENESS, ROWS, N, failed, finished, lease, new_group, pending, score
+from tests.postgres_cluster import cluster
 
 T = TypeVar("T")
 S = GroupState
@@ -35,20 +38,40 @@ REQUESTS = st.sampled_from(["r1", "r2", None, None])
 
 
 class Stores(RuleBasedStateMachine):
+    """The in-memory store beside one that a subclass makes."""
+
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        # In memory where that is possible: a kill of the process, which is what is tried here, loses nothing there.
-        self.folder = Path(tempfile.mkdtemp(dir=SHM if os.access(SHM, os.W_OK) else None))
         self.kills = 0
         self.batch = Batch()
         self.memory = MemoryStore(MAX_STALENESS)
-        self.sqlite = SqliteStore(self.folder / "0.db", max_staleness=MAX_STALENESS)
+        self.other = self.made()
         self.both(lambda store: store.open())
         self.standings: dict[int, Group] = {}
         """As committed, ended ones included."""
         self.ended_acked: set[tuple[int, int]] = set()
         self.version = 0
+
+    def made(self) -> Store:
+        """A new one, not open yet."""
+        raise NotImplementedError
+
+    def found(self) -> Store:
+        """What a process finds that starts after the one with `other` was killed; not open yet."""
+        raise NotImplementedError
+
+    def removed(self) -> None:
+        """Take away what the stores, which are closed, left behind."""
+        raise NotImplementedError
+
+    def sound(self) -> None:
+        """Assert what must hold inside the other store."""
+        raise NotImplementedError
+
+    def seen(self, answer: Any) -> Any:
+        """An answer of either store without what the other one counts in its own way."""
+        return answer
 
     def wait(self, what: Awaitable[T]) -> T:
         async def inside() -> T:
@@ -57,17 +80,17 @@ class Stores(RuleBasedStateMachine):
         return self.runner.run(inside())
 
     def both(self, ask: Any) -> list[Any]:
-        return [self.wait(ask(store)) for store in (self.memory, self.sqlite)]
+        return [self.wait(ask(store)) for store in (self.memory, self.other)]
 
     def same(self, ask: Any) -> Any:
-        in_memory, in_sqlite = self.both(ask)
-        assert in_memory == in_sqlite
+        in_memory, in_other = (self.seen(answer) for answer in self.both(ask))
+        assert in_memory == in_other
         return in_memory
 
     def teardown(self) -> None:
         self.both(lambda store: store.close())
+        self.removed()
         self.runner.close()
-        shutil.rmtree(self.folder)
 
     # --- what a batch is made of
 
@@ -184,7 +207,7 @@ class Stores(RuleBasedStateMachine):
         batch, self.batch = self.batch, Batch()
         before = self.snapshot()
         outcomes = []
-        for store in (self.memory, self.sqlite):
+        for store in (self.memory, self.other):
             try:
                 self.wait(store.commit(batch))
                 outcomes.append("committed")
@@ -200,12 +223,9 @@ class Stores(RuleBasedStateMachine):
     def kill(self) -> None:
         self.batch = Batch()
         self.kills += 1
-        path = self.folder / f"{self.kills}.db"
-        for suffix in ("", "-wal"):
-            shutil.copyfile(f"{self.sqlite.path}{suffix}", f"{path}{suffix}")
-        old: list[Store] = [self.memory, self.sqlite]
+        old: list[Store] = [self.memory, self.other]
         self.memory = MemoryStore.reopened(self.memory)
-        self.sqlite = SqliteStore(path, max_staleness=MAX_STALENESS)
+        self.other = self.found()
         self.both(lambda store: store.open())
         for store in old:
             self.wait(store.close())
@@ -249,8 +269,7 @@ class Stores(RuleBasedStateMachine):
                 holder = known[group.lease_id]
                 assert holder.state is LeaseState.LIVE
                 assert (group.seq, group.attempt) in holder.groups
-        orphans = self.wait(self.sqlite._read(lambda connection: connection.execute(ORPHANS).fetchone()))
-        assert orphans == (0,)
+        self.sound()
 
 
 async def _everything(store: Store) -> list[Any]:
@@ -273,11 +292,77 @@ SELECT (SELECT count(*) FROM payloads WHERE id NOT IN (SELECT payload_id FROM ro
     + (SELECT count(*) FROM rollouts WHERE payload_id NOT IN (SELECT id FROM payloads))
 """
 
-Stores.TestCase.settings = settings(
+
+class SqliteStores(Stores):
+    other: SqliteStore
+
+    def made(self) -> Store:
+        # In memory where that is possible: a kill of the process, which is what is tried here, loses nothing there.
+        self.folder = Path(tempfile.mkdtemp(dir=SHM if os.access(SHM, os.W_OK) else None))
+        return SqliteStore(self.folder / "0.db", max_staleness=MAX_STALENESS)
+
+    def found(self) -> Store:
+        path = self.folder / f"{self.kills}.db"
+        for suffix in ("", "-wal"):
+            shutil.copyfile(f"{self.other.path}{suffix}", f"{path}{suffix}")
+        return SqliteStore(path, max_staleness=MAX_STALENESS)
+
+    def removed(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def sound(self) -> None:
+        orphans = self.wait(self.other._read(lambda connection: connection.execute(ORPHANS).fetchone()))
+        assert orphans == (0,)
+
+
+COUNTED = """
+SELECT count(*) FILTER (WHERE state = 'pending') AS pending, count(*) FILTER (WHERE state = 'generating') AS generating,
+    count(*) FILTER (WHERE state = 'scoring') AS scoring, count(*) FILTER (WHERE state = 'ready') AS ready,
+    count(*) FILTER (WHERE state = 'leased') AS leased,
+    coalesce(sum(payload_bytes) FILTER (WHERE state IN ('scoring', 'ready')), 0) AS held_bytes,
+    coalesce(sum(prompt_bytes) FILTER (WHERE state IN ('pending', 'generating', 'scoring', 'ready', 'leased')), 0)
+        AS prompt_bytes
+FROM groups
+"""
+
+
+class PostgresStores(Stores):
+    """Its counts of ended groups follow the groups, and not only what the run's row was written with."""
+
+    other: PostgresStore
+
+    def made(self) -> Store:
+        self.databases = AsyncExitStack()
+        self.url = self.wait(self.databases.enter_async_context(cluster().database()))
+        return self.found()
+
+    def found(self) -> Store:
+        return PostgresStore(self.url, max_staleness=MAX_STALENESS, pool_size=2)
+
+    def removed(self) -> None:
+        self.wait(self.databases.aclose())
+
+    def seen(self, answer: Any) -> Any:
+        if isinstance(answer, Snapshot):
+            return replace(answer, run=replace(answer.run, ended={}))
+        return [self.seen(part) for part in answer] if isinstance(answer, list) else answer
+
+    def sound(self) -> None:
+        """The counters are what a count finds."""
+        whole = self.wait(self.other.overview()).whole
+        counted = dict(self.wait(self.other._look(lambda connection: connection.fetchrow(COUNTED))))
+        assert (whole.held_bytes, whole.prompt_bytes) == (counted.pop("held_bytes"), counted.pop("prompt_bytes"))
+        assert {state: count for state, count in whole.counts.items() if not state.terminal} == counted
+
+
+SETTINGS = settings(
     phases=[Phase.reuse, Phase.generate, Phase.shrink],  # explaining a failure traces every line: far too slow
     max_examples=25,
     stateful_step_count=20,
-    deadline=None,  # every commit syncs a real disk
+    deadline=None,  # every commit syncs a real disk, or asks a server
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestStores = Stores.TestCase
+SqliteStores.TestCase.settings = SETTINGS
+PostgresStores.TestCase.settings = SETTINGS
+TestSqlite = SqliteStores.TestCase
+TestPostgres = PostgresStores.TestCase

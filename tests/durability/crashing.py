@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollout_service import app, store
+from rollout_service import app, run, store
 from rollout_service.core.group import LeaseState
 from rollout_service.core.model import FinishedRollout, GroupState
 from rollout_service.core.records import Batch
@@ -113,7 +113,7 @@ def install(point: Point, report: Path) -> None:
 
     # Replaced in this process alone, under the names by which they are found there.
     setattr(app, "Parts", Parts)  # noqa: B010  # a class is no variable to mypy
-    setattr(app, "open_store", make_store)  # noqa: B010  # imported there, not exported
+    setattr(run, "open_store", make_store)  # noqa: B010  # imported there, not exported
     setattr(sqlite_thread, "BatchWriter", Writer)  # noqa: B010  # as above
     sqlite_file.open_writer = open_writer
 

@@ -98,7 +98,7 @@ async def test_a_rewind_survives_a_kill_and_so_do_the_prompts_it_needs(reopen: C
         assert {await train_one(door) for _ in "abc"} == set("abc")
         assert (await door.lease(ASK)).status is LeaseStatus.EXHAUSTED
     async with Harness(store=reopen(), policy=POLICY, runner=runner()) as door:
-        assert [checkpoint.name for checkpoint in door.checkpoints()] == ["start"]
+        assert [checkpoint.name for checkpoint in await door.checkpoints()] == ["start"]
         assert (await door.rewind("start")).reopened_groups == 3
     second = Harness(store=reopen(), policy=POLICY, runner=runner())
     async with second as door:
@@ -115,7 +115,7 @@ async def test_later_checkpoints_are_removed_and_earlier_ones_stay(reopen: Calla
             await door.submit([submission(name)])
             await train_one(door)
         await door.rewind("two")
-        assert [checkpoint.name for checkpoint in door.checkpoints()] == ["one", "two"]
+        assert [checkpoint.name for checkpoint in await door.checkpoints()] == ["one", "two"]
         await until(lambda: door.status().counts.groups[S.READY] == 2)
         assert (await states(door))["one"] is S.ACKED
         with pytest.raises(NotFound):

@@ -131,7 +131,13 @@ def test_names_and_defaults_are_those_of_the_contract(load):
             {"name": "accuracy", "function": "my_rewards:accuracy", "url": "", "weight": 1.0, "timeout_s": 30.0}
         ],
         "reward_workers": {"processes": 2},
-        "store": {"url": "sqlite:///rollout.db", "max_lease_bytes": 268435456},
+        "store": {
+            "url": "sqlite:///rollout.db",
+            "max_lease_bytes": 268435456,
+            "pool_size": 8,
+            "statement_timeout_s": 10.0,
+        },
+        "replica": {"name": "", "lease_s": 10.0},
         "weights": {"allowed_paths": [], "timeout_s": 600.0},
         "server": {
             "host": "127.0.0.1",
@@ -395,8 +401,11 @@ def test_the_command_line_is_named_as_the_origin(refusal):
         (LEAST + '[program]\ntools = ["m:f", "f"]\n', 'program.tools: expected "package.module:name"'),
         (LEAST + '[program]\ntools = ["m:f"]\ntarget = "m:g"\n', "program: expected one of target, tools and openenv"),
         (LEAST + '[program]\nopenenv = "ws://e"\n', "program.openenv: expected an http:// or https:// URL"),
-        (LEAST + '[store]\nurl = "postgresql://u:secret@h/db"\n', "store.url: PostgreSQL is not yet available"),
-        (LEAST + '[store]\nurl = "postgresql+psycopg://h/db"\n', "store.url: PostgreSQL is not yet available"),
+        (LEAST + '[store]\nurl = "postgresql://u:secret@h"\n', "store.url: expected postgresql://user@host/database"),
+        (LEAST + '[store]\nurl = "postgresql+psycopg://h/db"\n', "store.url: expected postgresql:// alone: the driver"),
+        (LEAST + "[store]\npool_size = 1\n", "store.pool_size: expected at least 2, got 1"),
+        (LEAST + "[replica]\nlease_s = 0.5\n", "replica.lease_s: expected at least 1.0, got 0.5"),
+        (LEAST + '[replica]\nname = "a\\u0007"\n', "replica.name: expected printable characters"),
         (LEAST + '[store]\nurl = "mysql://h/db"\n', "store.url: expected sqlite:/// and the path of a file"),
         (LEAST + '[store]\nurl = "rollout.db"\n', "store.url: expected sqlite:/// and the path of a file"),
         (LEAST + '[store]\nurl = "sqlite:///"\n', "store.url: expected sqlite:/// and the path of a file"),
@@ -577,7 +586,7 @@ def test_no_secret_reaches_the_line(refusal):
     text = '[[engines]]\nurl = "http://u:hunter2@h"\napi_key_env = "sk-hunter2"\napi_key = "hunter2"\n' + REWARD
     assert "hunter2" not in refusal(text)
     assert "hunter2" not in refusal(LEAST, {"ROLLOUT_ENGINES": "http://u:hunter2@h"})
-    assert "hunter2" not in refusal(LEAST + '[store]\nurl = "postgresql://u:hunter2@h/db"\n')
+    assert "hunter2" not in refusal(LEAST + '[store]\nurl = "postgresql://u:hunter2@h"\n')
     assert "hunter2" not in refusal(ENGINE + 'api_key_env = "hunter2"\n' + REWARD)
 
 

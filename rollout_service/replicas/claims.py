@@ -1,0 +1,139 @@
+"""Claiming groups to work for, as slots are free.
+
+What always holds: a group is claimed, opened and given its version in one transaction, before anything of it is sent;
+no more are claimed than there are slots for; what others left half done goes before what is new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import structlog
+
+from rollout_service.core.group import Group
+from rollout_service.core.model import GroupState
+from rollout_service.core.records import Batch
+from rollout_service.core.scheduler import Policy
+from rollout_service.core.shared import Claimed
+from rollout_service.errors import StoreUnavailable
+from rollout_service.orchestrator.parts import Observer
+from rollout_service.replicas import parts
+from rollout_service.replicas.parts import Happened
+from rollout_service.replicas.resident import WORKED_FOR, Adopted, Resident
+from rollout_service.store.shared import SharedStore, Transaction
+
+log = structlog.get_logger(__name__)
+
+AT_ONCE = 64
+"""Groups in one claim: bounds the transaction; with more slots free another follows."""
+AGAIN_S = 1.0
+"""Without being told, and after the store failed."""
+PACE = "pace"
+"""Claims exclude each other where the pace bounds them over all replicas: what one opens the next must count."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Taken:
+    adopted: Adopted
+    happened: Happened
+
+
+class Claims:
+    """Fills the resident's free slots."""
+
+    def __init__(self, store: SharedStore, resident: Resident, policy: Policy, observer: Observer) -> None:
+        self._store, self._resident, self._policy, self._observer = store, resident, policy, observer
+        self._wake = asyncio.Event()
+        self._doubtful = False
+        """A claim may have been committed though it failed."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._work(), name="claims")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def look(self) -> None:
+        """There may be slots, or groups."""
+        self._wake.set()
+
+    async def _work(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(AGAIN_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass  # a signal may have been lost
+            self._wake.clear()
+            try:
+                while await self.claim(self._resident.free):
+                    pass
+            except StoreUnavailable as error:
+                log.warning("claims_wait", error=str(error))
+                await asyncio.sleep(AGAIN_S)
+            except Exception:  # a fault of ours must not end all dispatch
+                log.exception("claim_raised")
+                await asyncio.sleep(AGAIN_S)
+
+    async def claim_one(self) -> int:
+        """Claim a group though there is no slot for it, to fail it. Raises StoreUnavailable."""
+        return await self.claim(1)
+
+    async def claim(self, rows: int) -> int:
+        """Claim groups for `rows` free slots; how many. Raises StoreUnavailable."""
+        resident = self._resident
+        if rows <= 0 or resident.away or resident.closing:
+            return 0
+        replica_id = resident.replica_id
+
+        take = partial(self._take, replica_id, rows, self._doubtful)
+        self._doubtful = True
+        exclusive = PACE if self._policy.pace_bound is not None else None
+        taken = await self._store.transact(take, exclusive=exclusive)
+        self._doubtful = False
+        if taken is None:
+            return 0
+        taken.happened.tell(self._observer)
+        if resident.replica_id != replica_id or resident.away:
+            return 0  # it left and came back as another meanwhile; the claims were given back with the old one
+        resident.adopt(taken.adopted)
+        return len(taken.adopted.groups)
+
+    async def _take(self, replica_id: str, rows: int, doubtful: bool, tx: Transaction) -> _Taken | None:
+        paced = await parts.paced(tx, self._policy)
+        blocked = parts.load(tx, self._policy, paced=paced).blocked()
+        found = list(await tx.claimable(min(rows, AT_ONCE), pending=blocked is None))
+        if doubtful:
+            found += await self._find_strays(tx, replica_id)
+        if not found:
+            return None
+        core = parts.load(tx, self._policy, groups=[claimed.group for claimed in found], paced=paced)
+        core.recover(now=tx.now)  # of the opened ones: whoever had sent their rows is gone
+        core.dispatch(now=tx.now, capacity=rows)
+        work = {seq: group for seq, group in core.groups.items() if group.state in WORKED_FOR}
+        happened, claims = await parts.write(tx, core, self._policy, batch=Batch(groups=work), owner=replica_id)
+        mine = [_not_sent(group) for seq, group in sorted(work.items()) if seq in claims]
+        prompts = await tx.prompts([group.seq for group in mine])
+        missing = [group.group_id for group in mine if group.seq not in prompts]
+        if missing:
+            raise StoreUnavailable(f"the prompts of {', '.join(missing)} are gone")
+        return _Taken(adopted=Adopted(groups=mine, claims=claims, prompts=prompts), happened=happened)
+
+    async def _find_strays(self, tx: Transaction, replica_id: str) -> Sequence[Claimed]:
+        """Groups claimed for us in a transaction whose end we did not see."""
+        held = self._resident.claims
+        strays = [seq for seq, claim in (await tx.claims_of(replica_id)).items() if held.get(seq) != claim]
+        return list((await tx.groups(strays)).values())
+
+
+def _not_sent(group: Group) -> Group:
+    """As the store has it: its unsettled rows wait."""
+    if group.state is not GroupState.GENERATING:
+        return group
+    return replace(group, waiting=tuple(sorted((*group.waiting, *group.running))), running=frozenset())

@@ -1,0 +1,65 @@
+"""Looking into groups, and cancelling one, at any replica."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from rollout_service.core.group import Group
+from rollout_service.core.model import GroupState
+from rollout_service.errors import Conflict, NotFound
+from rollout_service.orchestrator.views import GroupView
+from rollout_service.replicas import parts
+from rollout_service.replicas.calls import Calls
+from rollout_service.replicas.parts import Happened
+from rollout_service.store.shared import Signal, Transaction
+
+
+class GroupCalls(Calls):
+    async def group(self, public_id: str) -> GroupView:
+        """Everything there is of one group; of rows in flight only what this replica has. Raises NotFound."""
+        seq = self._seq(public_id)
+        payloads = await self._store.payloads([seq])
+        if not payloads:
+            raise NotFound(f"there is no group {public_id!r}")
+        payload = payloads[0]
+        resident = self._resident
+        group = resident.core.groups.get(seq)
+        in_flight = resident.work.in_flight(seq, group.attempt, group.running) if group is not None else {}
+        return GroupView(payload=payload, in_flight=in_flight, policy_version=self.version, now=resident.now())
+
+    async def groups(self, states: Collection[GroupState], *, after: int, limit: int) -> Sequence[Group]:
+        """Groups in `states` (empty: any) with a number above `after`, in submission order."""
+        return await self._store.list_groups(states, after=after, limit=limit)
+
+    async def cancel(self, public_id: str) -> Group:
+        """Drop an outstanding group. Raises NotFound, Conflict where it has ended."""
+        self._require_open()
+        seq = self._seq(public_id)
+
+        async def work(tx: Transaction) -> tuple[Happened, bool]:
+            found = await tx.groups([seq])
+            if seq not in found:
+                raise NotFound(f"there is no group {public_id!r}")
+            claimed = found[seq]
+            group = claimed.group
+            if group.state.terminal:
+                raise Conflict(f"group {public_id} has ended as {group.state}", state=group.state)
+            lease = await tx.lease(group.lease_id) if group.lease_id is not None else None
+            leases = [] if lease is None else [lease]
+            groups = await parts.members(tx, leases) | {seq: group}
+            core = parts.load(tx, self._policy, groups=groups.values(), leases=leases)
+            core.cancel(seq, now=tx.now)
+            happened, _ = await parts.write(tx, core, self._policy)
+            if claimed.owner is not None:
+                await tx.hold_run()
+                await tx.set_run(replace(tx.run, revision=tx.run.revision + 1, taken=tx.run.taken + 1))
+                tx.signal(Signal.RUN)
+            tx.signal(Signal.READY)
+            return happened, claimed.owner is not None
+
+        happened, taken = await self._store.transact(work)
+        happened.tell(self._observer)
+        if taken:
+            await self._watch.enforce((await self._watch.look()).run)
+        return (await self._store.groups([seq]))[seq]

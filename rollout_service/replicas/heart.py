@@ -1,0 +1,131 @@
+"""The heartbeat that keeps this replica's claims, and what happens when it fails.
+
+What always holds: everything in flight is aborted before the claims may be taken over; after that this replica comes
+back under a new id, with nothing claimed; what it says of itself is at most a heartbeat old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from rollout_service.core.shared import Replica
+from rollout_service.errors import ConfigError, StoreUnavailable
+from rollout_service.replicas.resident import Resident
+from rollout_service.store.shared import SharedStore, Signal
+
+log = structlog.get_logger(__name__)
+
+BEATS = 5
+"""Heartbeats in a lease: four may be lost."""
+MARGIN = 0.2
+"""Of the lease, kept for aborting: engines are told and connections closed within seconds."""
+BACK_S = 1.0
+"""Between two tries to come back."""
+
+
+class Heart:
+    """Joins, beats, abandons, comes back."""
+
+    def __init__(
+        self,
+        store: SharedStore,
+        resident: Resident,
+        describe: Callable[[str], Replica],
+        *,
+        lease_s: float,
+        new_id: Callable[[], str],
+    ) -> None:
+        """`describe`: what this replica says of itself, under an id."""
+        self._store, self._resident, self._describe = store, resident, describe
+        self._lease_s, self._new_id = lease_s, new_id
+        self.error: str | None = "not joined yet"
+        """Why nothing is worked for; None while the claims are safe."""
+        self._lost = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises ConfigError, StoreUnavailable."""
+        await self._join()
+        self._task = asyncio.create_task(self._work(), name="heart")
+
+    async def stop(self) -> None:
+        """No more beats; the claims are given back."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._resident.replica_id:
+            await self._store.leave(self._resident.replica_id)
+
+    def lost_store(self, why: str) -> None:
+        """A commit failed for good; what it decided never happened."""
+        self.error = self.error or why
+        self._lost.set()
+
+    async def beat(self, signal: Signal | None = None) -> None:
+        """Raises StoreUnavailable."""
+        resident, sent = self._resident, time.monotonic()
+        replica_id = resident.replica_id
+        if await self._store.beat(self._describe(replica_id), lease_s=self._lease_s, signal=signal):
+            if resident.replica_id == replica_id:
+                resident.until = max(resident.until, sent + self._lease_s * (1 - MARGIN))
+        elif resident.replica_id == replica_id:
+            self.lost_store("the other replicas took this one for dead: its heartbeat came too late")
+
+    async def _join(self) -> None:
+        sent, replica_id = time.monotonic(), self._new_id()
+        await self._store.join(self._describe(replica_id), lease_s=self._lease_s)
+        run = (await self._store.overview()).run
+        self._lost.clear()
+        self.error = None
+        self._resident.until = sent + self._lease_s * (1 - MARGIN)
+        self._resident.begin(replica_id, run)
+        log.info("joined", replica=replica_id, policy_version=run.run.policy_version)
+
+    async def _work(self) -> None:
+        while True:
+            try:
+                await self._live()
+                await self._come_back()
+            except Exception:  # a fault of ours must not leave the claims without a heartbeat unnoticed
+                log.exception("heart_raised")
+                self.lost_store("the heartbeat failed")
+
+    async def _live(self) -> None:
+        """Beat until the claims are lost."""
+        said = False
+        while not self._lost.is_set():
+            left = self._resident.until - time.monotonic()
+            if left <= 0:
+                self.lost_store(f"the store could not be reached for {self._lease_s * (1 - MARGIN):g} s")
+                return
+            try:
+                async with asyncio.timeout(left):
+                    await self.beat()
+                    await self._store.expel()
+                said = False
+            except (StoreUnavailable, TimeoutError) as error:
+                if not said:
+                    log.warning("heartbeat_failed", error=str(error), claims_end_in_s=round(left, 1))
+                said = True
+            left = self._resident.until - time.monotonic()
+            try:
+                async with asyncio.timeout(max(0.0, min(self._lease_s / BEATS, left))):
+                    await self._lost.wait()
+            except TimeoutError:
+                pass  # time for the next one
+
+    async def _come_back(self) -> None:
+        await self._resident.abandon(self.error or "the store was lost")
+        before = self._resident.replica_id
+        while True:
+            try:
+                await self._store.leave(before)
+                await self._join()
+                return
+            except (StoreUnavailable, ConfigError) as error:
+                self.error = str(error)
+            await asyncio.sleep(BACK_S)

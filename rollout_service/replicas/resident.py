@@ -1,0 +1,330 @@
+"""The groups this replica has claimed, and the work for them.
+
+What always holds: only groups that the store says are this replica's, under the claim number known here, are settled by
+it; what was decided before the run changed (a new version, a pause, claims taken back) is not committed before that
+was taken into account; a group leaves when it is no longer generating or scoring, or is somebody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import structlog
+
+from rollout_service.core.changes import Bumped, Changes, Halt, Moved
+from rollout_service.core.group import Group, group_id
+from rollout_service.core.model import GroupState, Prompt
+from rollout_service.core.records import Batch
+from rollout_service.core.scheduler import Scheduler
+from rollout_service.core.shared import SharedRun
+from rollout_service.errors import StoreUnavailable
+from rollout_service.orchestrator.batches import absorb, seqs_of, take_out
+from rollout_service.orchestrator.parts import Clock, Engines, Observer, RolloutRunner, Scorer
+from rollout_service.orchestrator.survivors import Survivors
+from rollout_service.orchestrator.workshop import STOP_WORK_S, Rules, Workshop
+from rollout_service.replicas import parts
+from rollout_service.store.shared import SharedStore, Signal, Transaction
+
+log = structlog.get_logger(__name__)
+
+WORKED_FOR = frozenset({GroupState.GENERATING, GroupState.SCORING})
+AGAIN_S = 0.2
+"""Between two tries of a commit while the database is away; the work goes on meanwhile."""
+
+
+class Changed(Exception):
+    """The run is at another revision than the one a batch was decided at."""
+
+    def __init__(self, run: SharedRun) -> None:
+        super().__init__(f"revision {run.revision}")
+        self.run = run
+
+
+class Lost(Exception):
+    """Groups in a batch are not this replica's any more."""
+
+    def __init__(self, seqs: set[int]) -> None:
+        super().__init__(f"groups {sorted(seqs)}")
+        self.seqs = seqs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adopted:
+    """Groups claimed in one transaction."""
+
+    groups: Sequence[Group]
+    claims: Mapping[int, int]
+    prompts: Mapping[int, Prompt]
+
+
+class Resident(Workshop):
+    """Satisfies `Commits` for its own committer: a batch goes out as one fenced transaction."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        store: SharedStore,
+        runner: RolloutRunner,
+        scorer: Scorer,
+        engines: Engines,
+        observer: Observer,
+        clock: Clock,
+        on_turn: Callable[[], None],
+        on_lost_store: Callable[[str], None],
+    ) -> None:
+        """`on_turn`: after every turn, slots may be free. `on_lost_store`: a commit failed for good."""
+        super().__init__(
+            # Groups are opened by the transactions that claim them; one that goes back to pending is everybody's.
+            replace(rules, policy=replace(parts.without_halts(rules.policy), max_ready_groups=0)),
+            store=store,
+            commits=self,
+            runner=runner,
+            scorer=scorer,
+            engines=engines,
+            observer=observer,
+            clock=clock,
+        )
+        self._shared_store = store
+        self._halts = rules.policy.halts
+        self._on_turn, self._on_lost_store = on_turn, on_lost_store
+        self.replica_id = ""
+        self.known = SharedRun()
+        """The run as it was taken into account last."""
+        self.claims: dict[int, int] = {}
+        """Seq -> claim number of every group held."""
+        self.away = True
+        """Nothing is worked for: not joined yet, cut off from the store, or expelled."""
+        self.until = 0.0
+        """Monotonic time from which on others may take the claims over."""
+        self._number = 0
+        self._uncounted: list[Moved] = []
+        """Moves in the batch being filled that may count towards a halt."""
+        self._counted: list[Moved] = []
+        """The same of the batch being committed."""
+        self._gone: set[tuple[int, int]] = set()
+        """(seq, claim) of groups that were lost while something of them waited to be told."""
+        self._following = asyncio.Lock()
+        self.last_bump = Bumped(version=0, previous=0, stale_groups=0, aborted_rollouts=0)
+        """What the last revision cost the groups here."""
+
+    # coming and going
+
+    def begin(self, replica_id: str, run: SharedRun) -> None:
+        """Work under this id from now on, with nothing claimed."""
+        self.replica_id, self._number = replica_id, 0
+        self._empty()
+        self.known = run
+        self.core.follow(run, now=self._clock())
+        self.away = False
+        self.committer.start()
+        self.turn()
+
+    def _empty(self) -> None:
+        self.core = Scheduler(self._rules.policy)
+        self.survivors = Survivors()
+        self.prompts = type(self.prompts)()
+        self.claims.clear()
+        self._outcomes.clear()
+        self._scores.clear()
+        self._opening.clear()
+        self._uncounted.clear()
+        self._counted.clear()
+        self._gone.clear()
+
+    async def abandon(self, why: str) -> None:
+        """Abort everything; nothing of it may be settled by this replica again under its present claims."""
+        if self.away:
+            return
+        self.away = True
+        self._gate.set(False)
+        held = len(self.claims)
+        await self.committer.stop(StoreUnavailable(why))
+        await self.work.stop_all(within_s=STOP_WORK_S)
+        self._empty()
+        log.error("claims_abandoned", groups=held, error=why)
+
+    async def stop(self) -> None:
+        """Dispatch ends, what is in flight is aborted, what was decided is committed."""
+        self.closing = True
+        self._gate.set(False)
+        await self.work.stop_all(within_s=STOP_WORK_S)
+        if not self.away:
+            try:
+                self.collect()
+                await asyncio.wait_for(self.committer.committed(), STOP_WORK_S)
+            except (StoreUnavailable, TimeoutError) as error:
+                log.error("last_commit_failed", error=str(error))
+        await self.committer.stop()
+
+    def adopt(self, adopted: Adopted) -> None:
+        """Work for groups that were claimed just now."""
+        for group in adopted.groups:
+            self.claims[group.seq] = adopted.claims[group.seq]
+            self.prompts.add(group.seq, adopted.prompts[group.seq])
+        self.core.adopt(adopted.groups)
+        for group in adopted.groups:
+            if group.state is GroupState.SCORING:
+                self._start_scoring(group)
+        self.turn()
+
+    # the turn
+
+    @property
+    def free(self) -> int:
+        """Rollouts that could be dispatched now, had we the groups."""
+        if self.away or self.closing:
+            return 0
+        slots = min(self._rules.policy.slots, self._engines.healthy_capacity())
+        waiting = sum(len(group.waiting) for group in self.core.groups.values())
+        return slots - self.core.in_flight - waiting
+
+    def turn(self) -> None:
+        self._turn_planned = False
+        if self.closing or self.away:
+            return
+        self.core.dispatch(now=self._clock(), capacity=self._engines.healthy_capacity())
+        self._set_gate()
+        self.collect()
+        self.committer.flush()
+        self._on_turn()
+
+    def give_up_waiting(self) -> None:
+        """No engine was healthy for as long as rollouts may wait, here and at the other replicas."""
+        self._give_up_waiting(self._clock())
+
+    def _collected(self, changes: Changes) -> None:
+        for seq, group in changes.groups.items():
+            if group.state not in WORKED_FOR and seq in self.claims:
+                self._after_commit(partial(self._leave, seq, self.claims[seq]))
+
+    def _leave(self, seq: int, claim: int) -> None:
+        """It is everybody's now."""
+        if self.claims.get(seq) != claim:
+            return
+        del self.claims[seq]
+        for group in self.core.lose([seq]):
+            self.survivors.end(seq, group.attempt)
+        self.prompts.discard(seq)
+
+    def _moved(self, moved: Moved) -> None:
+        self._uncounted.append(moved)
+        super()._moved(moved)
+
+    def _after_commit_of(self, seq: int, run: Callable[[], None]) -> None:
+        claim = self.claims.get(seq, 0)
+
+        def unless_lost() -> None:
+            if (seq, claim) not in self._gone:
+                run()
+
+        self._after_commit(unless_lost)
+
+    # the run changed
+
+    async def follow(self, run: SharedRun) -> None:
+        """Take into account what somebody else made of the run; its consequences are committed soon after."""
+        async with self._following:
+            if self.away or run.revision <= self.known.revision:
+                return
+            lost = await self._taken() if run.taken != self.known.taken else set()
+            if self.away:
+                return
+            in_flight = self.core.in_flight
+            self._drop(lost)
+            bumped = self.core.follow(run, now=self._clock())
+            self.last_bump = replace(bumped, aborted_rollouts=in_flight - self.core.in_flight)
+            self.known = run
+            self.turn()
+
+    async def _taken(self) -> set[int]:
+        """Groups held here that are somebody else's now. Raises StoreUnavailable."""
+        before = dict(self.claims)
+        mine = await self._shared_store.transact(lambda tx: tx.claims_of(self.replica_id))
+        return {seq for seq, claim in before.items() if mine.get(seq) != claim and self.claims.get(seq) == claim}
+
+    def _drop(self, seqs: Collection[int], *batches: Batch) -> None:
+        """Stop working for groups that are not ours any more, and forget all that was decided about them."""
+        if not seqs:
+            return
+        self.collect()  # what they changed until now, so that it can be taken out
+        for batch in (*batches, self.committer.batch):
+            take_out(batch, seqs)
+        for seq in seqs:
+            self._gone.add((seq, self.claims.pop(seq, 0)))
+            self.prompts.discard(seq)
+        self._uncounted = [moved for moved in self._uncounted if moved.after.seq not in seqs]
+        self._counted = [moved for moved in self._counted if moved.after.seq not in seqs]
+        gone = {(seq, claim) for seq, claim in self._gone if seq in seqs}
+        for group in self.core.lose(seqs):
+            self.survivors.end(group.seq, group.attempt)
+            self.work.stop_scoring(group)
+            self._observer.rollouts_aborted(self.work.stop_rollouts(group, group.running))
+        self.core.take_changes()
+        self.committer.after_commit(lambda: self._gone.difference_update(gone))
+        log.info("claims_taken", groups=[group_id(seq) for seq in sorted(seqs)])
+
+    # commits
+
+    async def commit(self, batch: Batch) -> None:
+        """Commit `batch` for the groups in it that are still ours. Raises StoreUnavailable once the claims may be over.
+
+        A connection that is lost may have committed it: the batch's number tells when it is tried again.
+        """
+        self._number += 1
+        self._counted, self._uncounted = self._uncounted, []
+        done = False
+        while not done:
+            try:
+                done = await self._try(batch)
+            except StoreUnavailable as error:
+                if self.away or time.monotonic() + AGAIN_S >= self.until:
+                    raise
+                log.warning("commit_waits", error=str(error))
+                await asyncio.sleep(AGAIN_S)
+
+    async def _try(self, batch: Batch) -> bool:
+        """Whether `batch` is committed; else it was brought up to date and is to be tried again."""
+        try:
+            halt = await self._shared_store.transact(partial(self._write, batch, self._number))
+        except Changed as changed:
+            await self.follow(changed.run)
+        except Lost as lost:
+            self._drop(lost.seqs, batch)
+        else:
+            if halt is not None:
+                log.error("halted", reason=halt.reason, group_id=halt.group_id, error=halt.error)
+                self._observer.halted(halt)
+            return True
+        # what that decided goes out with this batch, whose decisions it corrects
+        absorb(batch, self.committer.batch)
+        self._counted += self._uncounted
+        self._uncounted = []
+        return False
+
+    async def _write(self, batch: Batch, number: int, tx: Transaction) -> Halt | None:
+        if not await tx.once(self.replica_id, number):
+            return None
+        if tx.run.revision != self.known.revision:
+            raise Changed(tx.run)
+        touched = seqs_of(batch)
+        held = await tx.claims(touched)
+        lost = {seq for seq in touched if held.get(seq) != (self.replica_id, self.claims.get(seq))}
+        if lost:
+            raise Lost(lost)
+        await tx.write(batch, owner=self.replica_id)
+        states = {group.state for group in batch.groups.values()}
+        if states & {GroupState.READY, GroupState.STALE, GroupState.DROPPED, GroupState.FAILED}:
+            tx.signal(Signal.READY)
+        if GroupState.PENDING in states:
+            tx.signal(Signal.PENDING)
+        return await parts.count_streak(tx, self._counted, self._halts)
+
+    def _on_failure(self, error: StoreUnavailable) -> None:
+        if not self.closing:
+            self._observer.commit_failed(str(error))
+            self._on_lost_store(str(error))

@@ -1,0 +1,116 @@
+"""What concerns the run as a whole: policy versions, pause and resume (design 3.1.7, 3.2.3).
+
+What always holds: a version is in force for every replica from its commit on, because every decision is committed at
+the revision of the run it was made at; the call returns when the replicas that live have aborted what became stale, or
+after `OTHERS_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import structlog
+
+from rollout_service.core.changes import Bumped
+from rollout_service.core.scheduler import VersionTooLow
+from rollout_service.core.shared import SharedRun
+from rollout_service.core.streaks import Streak
+from rollout_service.errors import Conflict
+from rollout_service.replicas import parts
+from rollout_service.replicas.calls import Calls
+from rollout_service.replicas.parts import Happened
+from rollout_service.store.shared import Signal, Transaction
+
+log = structlog.get_logger(__name__)
+
+OTHERS_S = 0.25
+"""How long a version waits for the other replicas to have carried it out."""
+
+
+class RunCalls(Calls):
+    async def post_version(self, version: int, *, reset: bool = False) -> Bumped:
+        """Rule 3.1.7. Raises Conflict where the version is lower than the current one and `reset` is not set."""
+        self._require_open()
+        try:
+            bumped, happened, run = await self._store.transact(partial(self._post, version, reset), alone=True)
+        except VersionTooLow as error:
+            raise Conflict(f'{error}; a trainer that went back says "reset": true', version=error.current) from error
+        happened.tell(self._observer)
+        if bumped.version != bumped.previous:
+            bumped = await self._everywhere(bumped, run)
+            self._observer.version_posted(bumped)
+        if bumped.stale_groups:
+            log.warning(
+                "groups_went_stale",
+                groups=bumped.stale_groups,
+                aborted_rollouts=bumped.aborted_rollouts,
+                version=version,
+                detail="more is generated than the trainer takes within max_staleness versions: "
+                'dispatch.admission = "pace" with groups_per_step generates less ahead',
+            )
+        return bumped
+
+    async def _post(self, version: int, reset: bool, tx: Transaction) -> tuple[Bumped, Happened, SharedRun]:
+        previous = tx.run.run.policy_version
+        if version < previous and reset:
+            return await self._reset(version, tx)
+        outdated = await tx.outdated(version - self._policy.group.max_staleness) if version > previous else ()
+        core = parts.load(tx, self._policy, groups=outdated)
+        core.recover(now=tx.now)  # nobody works for the opened ones among them
+        bumped = core.post_version(version, now=tx.now)
+        happened, _ = await parts.write(tx, core, self._policy)
+        if version != previous:
+            await self._set(tx, replace(tx.run, run=replace(tx.run.run, policy_version=version)))
+        return bumped, happened, tx.run
+
+    async def _reset(self, version: int, tx: Transaction) -> tuple[Bumped, Happened, SharedRun]:
+        leases = await tx.live_leases()
+        groups = await parts.members(tx, leases) | {group.seq: group for group in await tx.opened()}
+        core = parts.load(tx, self._policy, groups=groups.values(), leases=leases)
+        bumped = core.post_version(version, now=tx.now, reset=True)
+        happened, _ = await parts.write(tx, core, self._policy)
+        run = replace(tx.run, run=replace(tx.run.run, policy_version=version), returns=tx.run.returns + 1)
+        await self._set(tx, replace(run, taken=run.taken + 1))
+        return bumped, happened, tx.run
+
+    async def _set(self, tx: Transaction, run: SharedRun) -> None:
+        await tx.set_run(replace(run, revision=run.revision + 1, pace_relaxed=None))
+        tx.signal(Signal.RUN)
+        tx.signal(Signal.PENDING)
+
+    async def _everywhere(self, bumped: Bumped, run: SharedRun) -> Bumped:
+        """Have `run` carried out here and by the others, and add what it cost them."""
+        await self._watch.enforce(run)
+        overview = await self._watch.others(run.revision, OTHERS_S)
+        seen = [one.replica for one in overview.replicas if one.replica.enforced >= run.revision]
+        return replace(
+            bumped,
+            stale_groups=bumped.stale_groups + sum(replica.stale_groups for replica in seen),
+            aborted_rollouts=sum(replica.aborted_rollouts for replica in seen),
+        )
+
+    async def pause(self) -> None:
+        """No new engine request at any replica until `resume`, across restarts."""
+        await self._change(lambda run: replace(run, run=replace(run.run, paused=True)))
+
+    async def resume(self) -> None:
+        """Clear a pause and a halt."""
+        await self._change(lambda run: replace(run, run=replace(run.run, paused=False), halt=None, streak=Streak()))
+
+    async def _change(self, change: Callable[[SharedRun], SharedRun]) -> None:
+        self._require_open()
+
+        async def work(tx: Transaction) -> SharedRun:
+            await tx.hold_run()
+            changed = change(tx.run)
+            if changed != tx.run:
+                await tx.set_run(replace(changed, revision=changed.revision + 1))
+                tx.signal(Signal.RUN)
+                tx.signal(Signal.PENDING)
+            return tx.run
+
+        run = await self._store.transact(work)
+        await self._watch.enforce(run)
+        await self._watch.others(run.revision, OTHERS_S)

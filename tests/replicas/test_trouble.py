@@ -1,0 +1,133 @@
+"""Replicas that lose their store, their time or their claims; answers that get lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollout_service.core.model import GroupState, Scores
+from rollout_service.core.scheduler import Policy
+from rollout_service.orchestrator import LeaseRequest, LeaseStatus
+from tests.fakes import finished, submission, until
+from tests.replicas.test_replicas import at_once
+from tests.replicas.world import World
+
+S = GroupState
+ASK = LeaseRequest(max_groups=8, wait_s=5)
+FOUR = Policy(slots=4)
+
+
+async def test_a_replica_cut_off_from_the_store_aborts_before_its_claims_end_and_another_goes_on():
+    async with World(policy=FOUR, lease_s=0.4) as world:
+        one, two = await world.join(), await world.join()
+        two.engines.capacity = 0
+        await two.door.submit([submission("a")])
+        await until(lambda: len(one.runner.held) == 4, "at work")
+        one.runner.held["g-1", 1, 0].set_result(finished(0))
+        await until(lambda: len(one.observer.settled) == 1, "one is kept")
+        one.store.cut = True
+        await until(lambda: len(one.runner.cancelled) == 3, "aborted")
+        assert not one.door.status().store_ok
+        assert not two.runner.jobs, "nobody has taken anything over yet"
+        two.engines.capacity = 10
+        world.clock.now += 1.0
+        await until(lambda: len(two.runner.held) == 3, "taken over")
+        assert {(job.attempt, job.index) for job in two.runner.jobs} == {(1, 1), (1, 2), (1, 3)}
+        two.runner.release()
+        answer = await two.door.lease(ASK)
+        assert sorted(answer.payloads[0].rollouts) == [0, 1, 2, 3]
+        one.store.cut = False
+        await until(lambda: one.door.status().store_ok, "back")
+        await two.door.submit([submission("b"), submission("c")])
+        await until(lambda: one.runner.held and two.runner.held, "both at work again")
+
+
+async def test_a_short_outage_costs_nothing():
+    async with World(policy=FOUR, lease_s=5) as world:
+        one = await world.join()
+        await one.door.submit([submission("a")])
+        await until(lambda: len(one.runner.held) == 4, "at work")
+        world.memory.broken = "no space left"
+        one.runner.release()
+        await until(lambda: not one.runner.held, "answered")
+        await asyncio.sleep(0.3)  # a few tries meanwhile
+        assert (one.observer.settled, one.runner.cancelled) == ([], [])
+        world.memory.broken = None
+        answer = await one.door.lease(ASK)
+        assert len(answer.payloads[0].rollouts) == 4
+        assert len(one.observer.settled) == 4
+
+
+async def test_a_commit_whose_answer_was_lost_is_made_once():
+    async with World(policy=FOUR, lease_s=5) as world:
+        one = await world.join()
+        await one.door.submit([submission("a")])
+        await until(lambda: len(one.runner.held) == 4, "at work")
+        one.store.lost_answers = 3  # whoever else asks meanwhile may have one of them
+        one.runner.release()
+        await until(lambda: one.store.lost_answers == 0 and not one.door.resident.claims, "all settled")
+        answer = await one.door.lease(ASK)
+        assert len(answer.payloads[0].rollouts) == 4
+        assert [str(m.after.state) for m in one.observer.moves].count("ready") == 1
+
+
+async def test_a_claim_whose_answer_was_lost_is_found_again():
+    async with World(policy=FOUR) as world:
+        one, two = await world.join(), await world.join()
+        two.engines.capacity = one.engines.capacity = 0
+        await two.door.submit([submission("a")])
+        one.engines.capacity = 10
+        one.store.lost_answers = 1
+        one.door.engines_changed()
+        await until(lambda: len(one.runner.held) == 4, "at work", within_s=8)
+        one.runner.release()
+        assert (await two.door.lease(ASK)).status is LeaseStatus.OK
+
+
+async def test_a_lease_whose_answer_was_lost_goes_back():
+    async with World(policy=FOUR, make_runner=at_once) as world:
+        one, two = await world.join(), await world.join()
+        await two.door.submit([submission("a")])
+        await until(lambda: any(m.after.state is S.READY for x in (one, two) for m in x.observer.moves), "ready")
+        await until(lambda: not one.door.resident.claims and not two.door.resident.claims, "all settled")
+        one.store.lost_answers = 1
+        failed = await asyncio.gather(one.door.lease(ASK), return_exceptions=True)
+        assert "StoreUnavailable" in repr(failed), failed
+        answer = await two.door.lease(ASK)
+        assert [payload.group.group_id for payload in answer.payloads] == ["g-1"]
+
+
+async def test_a_replica_taken_for_dead_settles_nothing_and_comes_back():
+    async with World(policy=FOUR, lease_s=2) as world:
+        one, two = await world.join(), await world.join()
+        two.engines.capacity = 0
+        await two.door.submit([submission("a")])
+        await until(lambda: len(one.runner.held) == 4, "at work")
+        world.clock.now += 60  # a host that slept: its time is over, and it does not know
+        await two.door.heart.beat()
+        one.engines.capacity, two.engines.capacity = 0, 10
+        assert await two.store.expel() == ["replica-1"]
+        one.runner.release()
+        two.door.engines_changed()
+        await until(lambda: len(two.runner.held) == 4, "taken over")
+        await until(lambda: one.door.status().store_ok and one.door.resident.replica_id, "back")
+        assert (await world.counts())[S.GENERATING] == 1
+        two.runner.release()
+        answer = await one.door.lease(ASK)
+        assert len(answer.payloads) == 1
+        assert one.observer.moves == [m for m in one.observer.moves if m.after.state is not S.READY]
+
+
+async def test_groups_that_fail_whole_halt_every_replica():
+    async with World(policy=FOUR, make_runner=at_once) as world:
+        one, two = await world.join(), await world.join()
+        two.engines.capacity = 0
+        one.scorer.answer = lambda job: Scores(rewards={"accuracy": [None] * len(job.rollouts)})
+        waiting = asyncio.create_task(two.door.lease(ASK))
+        for n in range(40):
+            await two.door.submit([submission(f"p{n}")])
+        failed = await asyncio.gather(waiting, return_exceptions=True)
+        assert "32 groups in a row" in repr(failed)
+        await until(lambda: two.door.status().halt is not None, "known here")
+        assert (await world.counts())[S.DROPPED] >= 32
+        await one.door.resume()
+        assert two.door.resident.core.halt is None
