@@ -18,7 +18,7 @@ class Calls:
     """Base of the calls of one resource. All methods belong to the event loop that runs the replica."""
 
     _serving: Serving
-    _watch: Watch
+    watch: Watch
 
     def __init__(self, store: SharedStore, rules: Rules, observer: Observer, resident: Resident) -> None:
         self._store, self._rules, self._policy, self._observer = store, rules, rules.policy, observer

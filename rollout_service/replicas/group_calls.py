@@ -61,5 +61,5 @@ class GroupCalls(Calls):
         happened, taken = await self._store.transact(work)
         happened.tell(self._observer)
         if taken:
-            await self._watch.enforce((await self._watch.look()).run)
+            await self.watch.enforce((await self.watch.look()).run)
         return (await self._store.groups([seq]))[seq]

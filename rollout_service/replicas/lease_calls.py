@@ -62,8 +62,8 @@ class LeaseCalls(Calls):
         outcome = await line.wait(waiter, request.wait_s, hung_up, abandon=self.abandon, left=self._serving.look)
         if isinstance(outcome, LeaseStatus):
             if outcome is LeaseStatus.EXHAUSTED:
-                await self._watch.look()
-            return LeaseAnswer(status=outcome, policy_version=self.version, outstanding=self._watch.outstanding)
+                await self.watch.look()
+            return LeaseAnswer(status=outcome, policy_version=self.version, outstanding=self.watch.outstanding)
         return await self._answered(outcome)
 
     async def _answered(self, lease: Lease) -> LeaseAnswer:
@@ -86,7 +86,7 @@ class LeaseCalls(Calls):
                         tokens=tokens,
                         reward_mean=None if payload.score is None else payload.score.mean,
                     )
-        return answer_of(lease, payloads, self._watch.outstanding)
+        return answer_of(lease, payloads, self.watch.outstanding)
 
     async def abandon(self, lease: Lease) -> None:
         """The answer with `lease` did not reach its caller: without a `request_id` nobody could fetch it again."""
@@ -173,8 +173,8 @@ class LeaseCalls(Calls):
             raise Conflict(f"lease {lease_id} is over and cannot be renewed", lease_id=lease_id)
         return renewed
 
-    async def expire(self) -> bool:
-        """End leases whose time is over; whether there may be more. Raises StoreUnavailable."""
+    async def expire(self) -> int:
+        """End leases whose time is over, `DUE_AT_ONCE` at most; how many. Raises StoreUnavailable."""
 
         async def work(tx: Transaction) -> tuple[int, Happened]:
             due = await tx.leases_due(DUE_AT_ONCE)
@@ -187,7 +187,7 @@ class LeaseCalls(Calls):
 
         ended, happened = await self._store.transact(work)
         happened.tell(self._observer)
-        return ended == DUE_AT_ONCE
+        return ended
 
     async def _part(self, tx: Transaction, lease_id: str, group_ids: Sequence[str] | None) -> tuple[_Part, list[int]]:
         """A lease with its groups, expired if its time is over, and those of them a call names (default: all)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
@@ -29,7 +29,7 @@ from rollout_service.replicas.claims import Claims
 from rollout_service.replicas.group_calls import GroupCalls
 from rollout_service.replicas.heart import Heart
 from rollout_service.replicas.intake import Intake
-from rollout_service.replicas.lease_calls import LeaseCalls
+from rollout_service.replicas.lease_calls import DUE_AT_ONCE, LeaseCalls
 from rollout_service.replicas.prompt_calls import PromptCalls
 from rollout_service.replicas.resident import Resident
 from rollout_service.replicas.serving import Serving
@@ -96,13 +96,15 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         self._settings, self._engines, self._healths, self._clock = settings, engines, healths, clock
         self._fingerprint = "" if source is None else source.fingerprint
         self._claims = Claims(store, resident, self._policy, observer)
-        self._serving = Serving(store, self._policy, observer, new_id, self._give_back)
+        self._serving = Serving(store, self._policy, observer, new_id, self._give_back, self.expire)
         self.heart = Heart(store, resident, self._describe, lease_s=settings.lease_s, new_id=new_id)
-        self._watch = Watch(store, resident, self.heart, on_pending=self._claims.look, on_ready=self._serving.look)
+        self.watch = Watch(store, resident, self.heart, on_pending=self._claims.look, on_ready=self._serving.look)
         self._intake = (
             Intake(source, digest, store, rules, observer) if source is not None and digest is not None else None
         )
         self._missing_since: float | None = None
+        self._paced: Collection[int] = ()
+        """As of the last look for people."""
         self._housekeeping: asyncio.Task[None] | None = None
 
     # life
@@ -111,7 +113,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         """Open the store, join the others, claim. Raises ConfigError."""
         await self._store.open()
         await self.heart.start()
-        await self._watch.start()
+        await self.watch.start()
         self._serving.start()
         self._claims.start()
         if self._intake is not None:
@@ -129,7 +131,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
             self._housekeeping.cancel()
             await asyncio.gather(self._housekeeping, return_exceptions=True)
         await self._resident.stop()
-        await self._watch.stop()
+        await self.watch.stop()
         for task in self._later:
             task.cancel()
         try:
@@ -181,7 +183,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
     async def _keep_house(self) -> None:
         while True:
             try:
-                while await self.expire():
+                while await self.expire() == DUE_AT_ONCE:
                     pass
                 await self._watch_engines()
             except StoreUnavailable as error:
@@ -192,7 +194,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
 
     async def _watch_engines(self) -> None:
         """With groups to generate and no healthy engine anywhere for `engine_wait_s`, fail one (design 3.2.5)."""
-        overview = self._watch.overview
+        overview = self.watch.overview
         run, counts = overview.run, overview.whole.counts
         stopped = run.halt is not None or run.run.paused or run.run.policy_version < self._policy.wait_for_version
         helped = self._engines.healthy_capacity() > 0 or any(
@@ -215,13 +217,15 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         """Bring `status` up to date, as far as the store answers."""
         try:
             async with asyncio.timeout(LOOK_S):
-                await self._watch.look()
+                await self.watch.look()
+                if self._policy.pace_bound is not None:
+                    self._paced = await self._store.transact(lambda tx: parts.paced(tx, self._policy))
         except (StoreUnavailable, TimeoutError) as error:
             log.debug("status_is_old", error=str(error))  # it says itself that the store cannot be reached
 
     def status(self) -> StatusView:
         """The whole run, as of the last look."""
-        overview = self._watch.overview
+        overview = self.watch.overview
         run, whole = overview.run.run, overview.whole
         alive = [seen for seen in overview.replicas if seen.expires_at > overview.now]
         resident = self._resident
@@ -251,8 +255,8 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         )
 
     def _blocked(self) -> str | None:
-        overview = self._watch.overview
+        overview = self.watch.overview
         core = Scheduler(parts.without_halts(self._policy))
-        core.load_part(overview.run, overview.whole, parts.NOTHING)
+        core.load_part(overview.run, overview.whole, parts.NOTHING, paced=self._paced)
         blocked = core.blocked()
         return None if blocked is None else str(blocked)

@@ -82,8 +82,8 @@ class RunCalls(Calls):
 
     async def _everywhere(self, bumped: Bumped, run: SharedRun) -> Bumped:
         """Have `run` carried out here and by the others, and add what it cost them."""
-        await self._watch.enforce(run)
-        overview = await self._watch.others(run.revision, OTHERS_S)
+        await self.watch.enforce(run)
+        overview = await self.watch.others(run.revision, OTHERS_S)
         seen = [one.replica for one in overview.replicas if one.replica.enforced >= run.revision]
         return replace(
             bumped,
@@ -112,5 +112,5 @@ class RunCalls(Calls):
             return tx.run
 
         run = await self._store.transact(work)
-        await self._watch.enforce(run)
-        await self._watch.others(run.revision, OTHERS_S)
+        await self.watch.enforce(run)
+        await self.watch.others(run.revision, OTHERS_S)

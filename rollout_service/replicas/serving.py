@@ -50,10 +50,12 @@ class Serving:
         observer: Observer,
         new_id: Callable[[], str],
         give_back: Callable[[str], Awaitable[None]],
+        expire: Callable[[], Awaitable[int]],
     ) -> None:
-        """`give_back`: release a lease whose making was not seen to its end, as soon as the store answers."""
+        """`give_back`: release a lease whose making was not seen to its end, as soon as the store answers. `expire`: end
+        leases whose time is over; how many."""
         self._store, self._policy, self._observer, self._new_id = store, policy, observer, new_id
-        self._give_back = give_back
+        self._give_back, self._expire = give_back, expire
         self.line = Line()
         self.fresh: dict[str, Lease] = {}
         """Leases made here whose delivery nobody was told of yet."""
@@ -109,6 +111,8 @@ class Serving:
         except Exception as error:  # a fault of ours; the caller hears of it
             log.exception("lease_raised")
             outcome = StoreUnavailable(repr(error))
+        if outcome is None and await self._expired():
+            return await self._serve(waiter)
         if outcome is None:
             waiter.take_back()
             return False
@@ -117,6 +121,13 @@ class Serving:
         else:
             self.line.settle(waiter, outcome)
         return True
+
+    async def _expired(self) -> bool:
+        """Whether leases whose time was over gave something back just now."""
+        try:
+            return await self._expire() > 0
+        except StoreUnavailable:
+            return False  # whoever keeps house tries again
 
     def _made(self, waiter: Waiter, made: Made) -> None:
         lease = made.lease

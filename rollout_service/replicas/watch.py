@@ -70,8 +70,12 @@ class Watch:
 
     async def look(self) -> Overview:
         """Raises StoreUnavailable."""
-        self._overview = await self._store.overview()
-        return self._overview
+        self.seen(await self._store.overview())
+        return self.overview
+
+    def seen(self, overview: Overview) -> None:
+        """`overview` is the newest look."""
+        self._overview = overview
 
     async def enforce(self, run: SharedRun) -> None:
         """Take `run` into account, and say so when its consequences are out. Raises StoreUnavailable."""

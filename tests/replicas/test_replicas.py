@@ -9,7 +9,7 @@ import pytest
 
 from rollout_service.core.group import GroupPolicy
 from rollout_service.core.model import GroupState
-from rollout_service.core.scheduler import Policy
+from rollout_service.core.scheduler import Admission, Policy
 from rollout_service.errors import Conflict
 from rollout_service.orchestrator import LeaseRequest, LeaseStatus
 from tests.fakes import Runner, finished, submission, until
@@ -148,3 +148,41 @@ async def test_a_cancelled_group_stops_where_it_is_worked_for(worlds: Worlds):
         assert (await two.door.cancel("g-1")).state is S.DROPPED
         await until(lambda: len(one.runner.cancelled) == 4, "stopped")
         assert (await world.counts())[S.DROPPED] == 1
+
+
+async def test_a_rewind_at_one_replica_undoes_what_another_acked(worlds: Worlds):
+    async with worlds(make_runner=at_once) as world:
+        one, two = await world.join(), await world.join()
+        await one.door.submit([submission("a"), submission("b")])
+        first = await one.door.lease(LeaseRequest(max_groups=1, wait_s=5))
+        assert first.lease is not None
+        await two.door.ack(first.lease.lease_id, None)
+        mark = await two.door.mark("step-1")
+        assert (mark.ends, [m.name for m in await one.door.checkpoints()]) == (1, ["step-1"])
+        second = await two.door.lease(LeaseRequest(max_groups=1, wait_s=5))
+        assert second.lease is not None
+        await one.door.ack(second.lease.lease_id, None)
+        assert (await world.counts())[S.ACKED] == 2
+        rewound = await one.door.rewind("step-1")
+        assert (rewound.reopened_groups, (await world.counts())[S.ACKED]) == (1, 1)
+        third = await one.door.lease(LeaseRequest(max_groups=1, wait_s=5))
+        assert [(p.group.group_id, p.group.attempt) for p in third.payloads] == [("g-2", 2)]
+        with pytest.raises(Conflict):
+            await two.door.ack(second.lease.lease_id, None)
+
+
+async def test_the_pace_bounds_what_all_replicas_open_together(worlds: Worlds):
+    paced = Policy(group=GroupPolicy(max_staleness=1), slots=64, admission=Admission.PACE, groups_per_step=2)
+    async with worlds(policy=paced, make_runner=at_once) as world:
+        members = [await world.join() for _ in range(3)]
+        await members[0].door.submit([submission(f"p{n}") for n in range(12)])
+        await until(lambda: sum(m.after.state is S.READY for x in members for m in x.observer.moves) == 4, "four")
+        answer = await members[1].door.lease(LeaseRequest(max_groups=2, wait_s=5))
+        assert answer.lease is not None
+        await members[2].door.ack(answer.lease.lease_id, None)
+        await members[0].door.refresh()
+        assert members[0].door.status().blocked == "pace"
+        assert (await world.counts())[S.PENDING] == 8
+        await members[2].door.post_version(1)
+        await until(lambda: sum(m.after.state is S.READY for x in members for m in x.observer.moves) == 6, "two more")
+        assert (await world.counts())[S.PENDING] == 6
