@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from rollout_service.core.group import GroupPolicy
-from rollout_service.core.model import GroupState
+from rollout_service.core.model import GroupState, Prompt
 from rollout_service.core.scheduler import Admission, Policy
-from rollout_service.errors import Conflict
+from rollout_service.errors import ConfigError, Conflict
 from rollout_service.orchestrator import LeaseRequest, LeaseStatus
-from tests.fakes import Runner, finished, submission, until
+from tests.fakes import Runner, finished, prompt, submission, until
 from tests.replicas.world import World
 
 Worlds = Callable[..., World]
@@ -186,3 +186,44 @@ async def test_the_pace_bounds_what_all_replicas_open_together(worlds: Worlds):
         await members[2].door.post_version(1)
         await until(lambda: sum(m.after.state is S.READY for x in members for m in x.observer.moves) == 6, "two more")
         assert (await world.counts())[S.PENDING] == 6
+
+
+class Rows:
+    """A prompts file of `total` rows, of which each reader says what it read."""
+
+    fingerprint = "rows"
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.read_at: list[int] = []
+
+    def read(self, position: int, count: int) -> Sequence[Prompt]:
+        self.read_at.append(position)
+        return [prompt(f"row-{at}", 2) for at in range(position, min(position + count, self.total))]
+
+
+async def test_a_prompts_file_is_read_once_by_whoever_is_there(worlds: Worlds):
+    rows = Rows(600)
+    async with worlds(
+        policy=Policy(slots=64, max_ready_groups=10_000),
+        make_runner=at_once,
+        source=rows,
+        digest=lambda row: row.prompt_id.encode(),
+    ) as world:
+        one, two = await world.join(), await world.join()
+        await until(lambda: len(rows.read_at) >= 2, "some are read")
+        await one.door.stop()
+        world.members.remove(one)
+        done = 0
+        while (answer := await two.door.lease(LeaseRequest(max_groups=64, wait_s=5))).lease is not None:
+            done += len(await two.door.ack(answer.lease.lease_id, None))
+        assert (answer.status, done) == (LeaseStatus.EXHAUSTED, 600)
+        assert rows.read_at == sorted(rows.read_at), "nobody goes back"
+        assert two.door.status().final
+
+
+async def test_a_replica_with_another_file_or_other_rules_is_refused(worlds: Worlds):
+    async with worlds() as world:
+        await world.join(rules="these")
+        with pytest.raises(ConfigError, match="replica-1"):
+            await world.join(rules="others")

@@ -16,7 +16,7 @@ from rollout_service.store.shared import SharedStore
 from rollout_service.store.shared_memory import SharedMemory
 from tests.fakes import Clock, Engines, Recorder, Runner, Scorer
 
-LEASE_S = 2.0
+LEASE_S = 10.0
 
 
 @dataclass
