@@ -238,10 +238,11 @@ class Scheduler:
                 self._changes.effects.append(lifecycle.StartScoring(group=group))
         self._sweep(now)
 
-    def adopt(self, groups: Iterable[Group]) -> None:
-        """Hold groups that were opened elsewhere, to work for them."""
+    def adopt(self, groups: Iterable[Group], *, now: float) -> None:
+        """Hold groups that were opened elsewhere, to work for them; a version posted since may outdate them."""
         for group in groups:
             self._enter(group)
+        self._sweep(now)
 
     def lose(self, seqs: Iterable[int]) -> list[Group]:
         """Hold these no longer; they are somebody else's now. Those that were held."""

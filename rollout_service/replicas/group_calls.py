@@ -50,11 +50,11 @@ class GroupCalls(Calls):
             groups = await parts.members(tx, leases) | {seq: group}
             core = parts.load(tx, self._policy, groups=groups.values(), leases=leases)
             core.cancel(seq, now=tx.now)
-            happened, _ = await parts.write(tx, core, self._policy)
             if claimed.owner is not None:
                 await tx.hold_run()
                 await tx.set_run(replace(tx.run, revision=tx.run.revision + 1, taken=tx.run.taken + 1))
                 tx.signal(Signal.RUN)
+            happened, _ = await parts.write(tx, core, self._policy)
             tx.signal(Signal.READY)
             return happened, claimed.owner is not None
 

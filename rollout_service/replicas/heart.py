@@ -7,7 +7,6 @@ back under a new id, with nothing claimed; what it says of itself is at most a h
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import structlog
@@ -67,7 +66,7 @@ class Heart:
 
     async def beat(self, signal: Signal | None = None) -> None:
         """Raises StoreUnavailable."""
-        resident, sent = self._resident, time.monotonic()
+        resident, sent = self._resident, asyncio.get_running_loop().time()
         replica_id = resident.replica_id
         if await self._store.beat(self._describe(replica_id), lease_s=self._lease_s, signal=signal):
             if resident.replica_id == replica_id:
@@ -76,7 +75,7 @@ class Heart:
             self.lost_store("the other replicas took this one for dead: its heartbeat came too late")
 
     async def _join(self) -> None:
-        sent, replica_id = time.monotonic(), self._new_id()
+        sent, replica_id = asyncio.get_running_loop().time(), self._new_id()
         await self._store.join(self._describe(replica_id), lease_s=self._lease_s)
         run = (await self._store.overview()).run
         self._lost.clear()
@@ -98,7 +97,7 @@ class Heart:
         """Beat until the claims are lost."""
         said = False
         while not self._lost.is_set():
-            left = self._resident.until - time.monotonic()
+            left = self._resident.until - asyncio.get_running_loop().time()
             if left <= 0:
                 self.lost_store(f"the store could not be reached for {self._lease_s * (1 - MARGIN):g} s")
                 return
@@ -111,7 +110,7 @@ class Heart:
                 if not said:
                     log.warning("heartbeat_failed", error=str(error), claims_end_in_s=round(left, 1))
                 said = True
-            left = self._resident.until - time.monotonic()
+            left = self._resident.until - asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(max(0.0, min(self._lease_s / BEATS, left))):
                     await self._lost.wait()

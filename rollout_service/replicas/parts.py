@@ -101,8 +101,8 @@ async def write(
     moves = [effect for effect in changes.effects if isinstance(effect, Moved)]
     losing = {move.after.seq for move in moves if why_wasted(move) is not None}
     tokens = await tx.tokens(losing) if losing else {}
-    claims = await tx.write(batch, owner=owner)
     halt = await count_streak(tx, moves, policy.halts)
+    claims = await tx.write(batch, owner=owner)
     return Happened(changes=changes, tokens=tokens, halt=halt, now=tx.now), claims
 
 

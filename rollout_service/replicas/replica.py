@@ -18,7 +18,7 @@ from rollout_service.core.changes import Counts
 from rollout_service.core.model import GroupState, Prompt
 from rollout_service.core.scheduler import Scheduler
 from rollout_service.core.shared import Replica
-from rollout_service.errors import StoreUnavailable
+from rollout_service.errors import ConfigError, StoreUnavailable
 from rollout_service.orchestrator.intake import PromptSource
 from rollout_service.orchestrator.parts import Clock, Engines, Observer, RolloutRunner, Scorer
 from rollout_service.orchestrator.views import StatusView
@@ -112,8 +112,11 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
     async def start(self) -> None:
         """Open the store, join the others, claim. Raises ConfigError."""
         await self._store.open()
-        await self.heart.start()
-        await self.watch.start()
+        try:
+            await self.heart.start()
+            await self.watch.start()
+        except StoreUnavailable as error:
+            raise ConfigError(f"store.url: {error}") from error
         self._serving.start()
         self._claims.start()
         if self._intake is not None:
@@ -173,7 +176,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
             in_flight=resident.core.in_flight,
             engines=engines,
             healthy_engines=healthy,
-            enforced=resident.known.revision,
+            enforced=self.watch.enforced,
             stale_groups=resident.last_bump.stale_groups,
             aborted_rollouts=resident.last_bump.aborted_rollouts,
         )

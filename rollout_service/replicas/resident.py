@@ -8,7 +8,6 @@ was taken into account; a group leaves when it is no longer generating or scorin
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,8 +99,10 @@ class Resident(Workshop):
         self.away = True
         """Nothing is worked for: not joined yet, cut off from the store, or expelled."""
         self.until = 0.0
-        """Monotonic time from which on others may take the claims over."""
+        """Time of the event loop from which on others may take the claims over."""
         self._number = 0
+        self._decided_at = 0
+        """Revision at which the batch being committed was decided; `known` may be newer, and its batch the next one."""
         self._uncounted: list[Moved] = []
         """Moves in the batch being filled that may count towards a halt."""
         self._counted: list[Moved] = []
@@ -166,7 +167,7 @@ class Resident(Workshop):
         for group in adopted.groups:
             self.claims[group.seq] = adopted.claims[group.seq]
             self.prompts.add(group.seq, adopted.prompts[group.seq])
-        self.core.adopt(adopted.groups)
+        self.core.adopt(adopted.groups, now=self._clock())
         for group in adopted.groups:
             if group.state is GroupState.SCORING:
                 self._start_scoring(group)
@@ -277,12 +278,13 @@ class Resident(Workshop):
         """
         self._number += 1
         self._counted, self._uncounted = self._uncounted, []
+        self._decided_at = self.known.revision
         done = False
         while not done:
             try:
                 done = await self._try(batch)
             except StoreUnavailable as error:
-                if self.away or time.monotonic() + AGAIN_S >= self.until:
+                if self.away or asyncio.get_running_loop().time() + AGAIN_S >= self.until:
                     raise
                 log.warning("commit_waits", error=str(error))
                 await asyncio.sleep(AGAIN_S)
@@ -304,25 +306,27 @@ class Resident(Workshop):
         absorb(batch, self.committer.batch)
         self._counted += self._uncounted
         self._uncounted = []
+        self._decided_at = self.known.revision
         return False
 
     async def _write(self, batch: Batch, number: int, tx: Transaction) -> Halt | None:
         if not await tx.once(self.replica_id, number):
             return None
-        if tx.run.revision != self.known.revision:
+        if tx.run.revision != self._decided_at:
             raise Changed(tx.run)
         touched = seqs_of(batch)
         held = await tx.claims(touched)
         lost = {seq for seq in touched if held.get(seq) != (self.replica_id, self.claims.get(seq))}
         if lost:
             raise Lost(lost)
+        halt = await parts.count_streak(tx, self._counted, self._halts)
         await tx.write(batch, owner=self.replica_id)
         states = {group.state for group in batch.groups.values()}
         if states & {GroupState.READY, GroupState.STALE, GroupState.DROPPED, GroupState.FAILED}:
             tx.signal(Signal.READY)
         if GroupState.PENDING in states:
             tx.signal(Signal.PENDING)
-        return await parts.count_streak(tx, self._counted, self._halts)
+        return halt
 
     def _on_failure(self, error: StoreUnavailable) -> None:
         if not self.closing:

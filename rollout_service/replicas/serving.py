@@ -52,8 +52,10 @@ class Serving:
         give_back: Callable[[str], Awaitable[None]],
         expire: Callable[[], Awaitable[int]],
     ) -> None:
-        """`give_back`: release a lease whose making was not seen to its end, as soon as the store answers. `expire`: end
-        leases whose time is over; how many."""
+        """`give_back`: release a lease whose making was not seen to its end, as soon as the store answers.
+
+        `expire`: end leases whose time is over; how many.
+        """
         self._store, self._policy, self._observer, self._new_id = store, policy, observer, new_id
         self._give_back, self._expire = give_back, expire
         self.line = Line()

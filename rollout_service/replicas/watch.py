@@ -41,8 +41,9 @@ class Watch:
         """`on_pending`, `on_ready`: there may be groups to claim, to lease."""
         self._store, self._resident, self._heart = store, resident, heart
         self._on_pending, self._on_ready = on_pending, on_ready
-        self._wake, self._enforced = asyncio.Event(), asyncio.Event()
-        self._reported = 0
+        self._wake, self._others_did = asyncio.Event(), asyncio.Event()
+        self.enforced = 0
+        """Revision whose consequences are out."""
         self._overview: Overview | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -81,12 +82,12 @@ class Watch:
         """Take `run` into account, and say so when its consequences are out. Raises StoreUnavailable."""
         resident = self._resident
         await resident.follow(run)
-        if resident.away or self._reported >= resident.known.revision:
+        if resident.away or self.enforced >= resident.known.revision:
             return
         revision = resident.known.revision
         await resident.settled()
-        if self._reported < revision:
-            self._reported = revision
+        if self.enforced < revision:
+            self.enforced = revision
             await self._heart.beat(Signal.ENFORCED)
 
     async def others(self, revision: int, within_s: float) -> Overview:
@@ -94,7 +95,7 @@ class Watch:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_s
         while True:
-            self._enforced.clear()
+            self._others_did.clear()
             overview = await self.look()
             behind = [
                 seen
@@ -106,7 +107,7 @@ class Watch:
                 return overview
             try:
                 async with asyncio.timeout(min(left, POLL_ALONE_S)):
-                    await self._enforced.wait()
+                    await self._others_did.wait()
             except TimeoutError:
                 pass  # ask again
 
@@ -119,7 +120,7 @@ class Watch:
             case Signal.READY:
                 self._on_ready()
             case Signal.ENFORCED:
-                self._enforced.set()
+                self._others_did.set()
 
     async def _work(self) -> None:
         while True:
@@ -131,7 +132,7 @@ class Watch:
             self._wake.clear()
             try:
                 overview = await self.look()
-                if overview.run.revision > self._resident.known.revision or self._reported < overview.run.revision:
+                if overview.run.revision > self._resident.known.revision or self.enforced < overview.run.revision:
                     await self.enforce(overview.run)
                     self._on_ready()  # a halt or a resume is news for those who wait
                     self._on_pending()

@@ -4,8 +4,9 @@ What always holds: what a transaction returned from is durable, and nothing of o
 raised StoreUnavailable while its commit was on the way, when it may have; times are the store's own; a group is owned
 by at most one replica; counters are changed by the same transaction as the groups they count.
 
-Locks are taken in this order, so that transactions wait for each other and never in a circle: the run (shared with
-other transactions, or `alone`), groups by rising number, the run's row (`hold_run`).
+Locks are taken in this order, so that transactions wait for each other and hardly ever in a circle: the run (shared
+with other transactions, or `alone`), a lease, groups by rising number, the run's row (`hold_run`), then what is
+written. A circle all the same is found by the database, and one of the transactions begins again.
 """
 
 from __future__ import annotations
