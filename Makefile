@@ -73,8 +73,8 @@ bench-scaling: $(READY)  ## how cost grows with rollouts in flight, group size, 
 bench-staleness: $(READY)  ## what staleness costs, simulated: the table and the picture of docs/staleness.md
 	@$(PY) -m benchmarks.staleness
 
-compose-test: $(READY)  ## docker compose on the Docker engine the environment names: up with a real vLLM, submit, lease, ack, scrape, down
-	@$(PY) -m tests.compose.run
+compose-test: $(READY)  ## docker compose on the Docker engine the environment names: up with a real vLLM, submit, lease, ack, scrape, down (PROFILE=replicas)
+	@$(PY) -m tests.compose.run $(if $(PROFILE),--profile $(PROFILE))
 
 soak: $(READY)  ## the long proofs: 300 kills, two runs of 1,000 prompts, a million groups (KILLS=, PROMPTS=, GROUPS=), tests marked long
 	@$(PY) -m pytest -m long

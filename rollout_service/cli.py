@@ -6,10 +6,11 @@ Nothing heavy is imported before a command needs it, so that `--help` is quick.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -20,6 +21,9 @@ from rollout_service.logs import LogFormat
 
 if TYPE_CHECKING:
     from rollout_service.settings import Settings
+    from rollout_service.store import SqliteStore
+    from rollout_service.store.copying import Copied
+    from rollout_service.store.postgres import PostgresStore
 
 USAGE_ERROR = 2
 
@@ -31,7 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-stores = typer.Typer(help="Look into a SQLite store, or make its file smaller.", no_args_is_help=True)
+stores = typer.Typer(
+    help="Look into a store, copy a run to another one, or make a SQLite file smaller.", no_args_is_help=True
+)
 app.add_typer(stores, name="store")
 keys = typer.Typer(help="Make and revoke API keys.", no_args_is_help=True)
 app.add_typer(keys, name="key")
@@ -194,43 +200,111 @@ def init(folder: Annotated[Path, typer.Argument(help="Where the keys are to lie.
 def stats(config: ConfigOption = None) -> None:
     """Print what is in the store as JSON, bytes and counts; the service may be running."""
     with _one_line_errors():
-        path = _store_file(config)
+        store = _configured_store(config)
 
         import json
         from dataclasses import asdict
 
-        from rollout_service.store.sqlite_admin import store_stats
+        from rollout_service.store import SqliteStore
 
-        found = store_stats(path)
-    typer.echo(json.dumps({"path": str(path), **asdict(found), "outstanding": found.outstanding}, indent=2))
+        if isinstance(store, SqliteStore):
+            from rollout_service.store.sqlite_admin import store_stats
+
+            named, found = {"path": str(store.path)}, store_stats(store.path)
+            said = {**named, **asdict(found), "outstanding": found.outstanding}
+        else:
+            import asyncio
+
+            from rollout_service.store.postgres_admin import store_stats as postgres_stats
+
+            shared = asyncio.run(postgres_stats(store))
+            said = {"database": store.name, **asdict(shared), "outstanding": shared.outstanding}
+    typer.echo(json.dumps(said, indent=2))
 
 
 @stores.command()
 def compact(config: ConfigOption = None) -> None:
-    """Give the file's free pages back to the disk; the service must not be running."""
+    """Give the free pages of a SQLite file back to the disk; the service must not be running."""
     with _one_line_errors():
-        path = _store_file(config)
+        store = _configured_store(config)
 
+        from rollout_service.store import SqliteStore
         from rollout_service.store.sqlite_admin import compact as rewrite
 
-        before, after = rewrite(path)
-    typer.echo(f"{path}: {before} bytes before, {after} after")
+        if isinstance(store, SqliteStore):
+            before, after = rewrite(store.path)
+            said = f"{store.path}: {before} bytes before, {after} after"
+        else:
+            said = (
+                f"{store.name}: nothing to do: PostgreSQL's autovacuum frees the room of what was removed for what is"
+                " written next; `store stats` shows its dead rows"
+            )
+    typer.echo(said)
+
+
+@stores.command(context_settings={"allow_extra_args": True})
+def copy(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(help="sqlite:///old.db or postgresql://user@host/database.")],
+    target: Annotated[str, typer.Argument(help="Likewise; a file that does not exist yet, or an empty database.")],
+) -> None:
+    """Copy a whole run into a new store, all or nothing; no service may run on either.
+
+    A password is better left to PGPASSWORD or PGPASSFILE: the arguments of a process can be seen by others.
+    """
+    with _one_line_errors():
+        if context.args:  # not left to whoever would print them: there may be a password in them
+            raise ConfigError(f"store copy takes SOURCE and TARGET, and got {2 + len(context.args)} arguments")
+        _set_up_logs(LogFormat.AUTO, "error")
+
+        import asyncio
+
+        from rollout_service.store.copying import copy_store
+
+        done = asyncio.run(copy_store(source, target, progress=_progress()))
+    _show_copied(done)
 
 
 register(app)  # here, so that `--help` lists the commands that look into a run behind the one that starts it
 
 
-def _store_file(config: Path | None) -> Path:
-    """The file of the configured store. Raises ConfigError where that is no SQLite store."""
+def _configured_store(config: Path | None) -> SqliteStore | PostgresStore:
+    """The configured store, not opened. Raises ConfigError where it is one that keeps nothing."""
     _set_up_logs(LogFormat.AUTO, "error")
     settings, _ = _load(config)
 
-    from rollout_service.store import SqliteStore, open_store
+    from rollout_service.store import MemoryStore, open_store
 
     store = open_store(settings.store.url, max_staleness=settings.groups.max_staleness)
-    if not isinstance(store, SqliteStore):
-        raise ConfigError(f"store.url: {settings.store.url!r} is no SQLite store; there is no file to look into")
-    return store.path
+    if isinstance(store, MemoryStore):
+        raise ConfigError("store.url: memory:// keeps nothing; there is no store to look into")
+    return cast("SqliteStore | PostgresStore", store)  # what else `open_store` makes
+
+
+def _progress() -> Callable[[str, int], None] | None:
+    """Says on a terminal how far a copy is, about once a second."""
+    if not sys.stderr.isatty():
+        return None
+    last = 0.0
+
+    def tell(doing: str, rows: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 1:
+            last = now
+            typer.echo(f"{doing} {rows:,} rows", err=True)
+
+    return tell
+
+
+def _show_copied(done: Copied) -> None:
+    """Both sides, beside each other."""
+    for name, was, found in done.table():
+        typer.echo(f"{name:<22}{was:>20}{found:>20}")
+    typer.echo(f"{'sha256':<22}{done.source.digest}")
+    for what in done.left_behind:
+        typer.echo(f"not copied: {what}")
+    typer.echo("copied: both stores hold the same; the source was not changed, never start a service on both")
 
 
 def _load(

@@ -37,8 +37,13 @@ SHM_BYTES = 2 << 30
 UNSYNCED = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
 """Tests that crash no machine need no disk; `synchronous_commit` is set by the store itself where it matters."""
 
-# Starts the server, waits for a line or the end of what it reads from, and ends the server: in order, or at once.
-_SHELL = '"$@" </dev/null & if read line; then kill -INT $!; else kill -QUIT $!; fi; wait $!'
+# Starts the server and ends it when told how (INT: in order, QUIT: at once). Where nobody tells any more, because the
+# tests were killed, it ends it at once and removes the folder, which is the first parameter.
+_SHELL = """
+folder=$1; shift; "$@" </dev/null &
+read how; kill -${how:-QUIT} $!; wait $!
+[ "$how" ] || rm -rf "$folder"
+"""
 
 
 def program(name: str) -> str:
@@ -120,8 +125,7 @@ class Cluster:
         if process is None:
             return
         assert process.stdin is not None
-        if not at_once:
-            process.stdin.write(b"\n")
+        process.stdin.write(b"QUIT\n" if at_once else b"INT\n")
         process.stdin.close()
         process.wait(START_S)
 
@@ -165,8 +169,9 @@ class Cluster:
             command += ["-c", f"{name}={value}"]
         (self._data / "postmaster.pid").unlink(missing_ok=True)  # of one that was ended at once
         with self.log.open("ab") as log:
+            said = log.tell()
             process = subprocess.Popen(
-                ["/bin/sh", "-c", _SHELL, "sh", *command],
+                ["/bin/sh", "-c", _SHELL, "sh", str(self.folder), *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -175,8 +180,8 @@ class Cluster:
                 **self.whom,
             )
         while not self._takes_connections():
-            if process.poll() is not None or not self._alive(process):
-                process.communicate()
+            if "could not create any TCP/IP sockets" in self.log.read_bytes()[said:].decode(errors="replace"):
+                process.communicate(b"QUIT\n")
                 return False
             assert time.monotonic() < deadline, self.log.read_text(errors="replace")[-3000:]
             time.sleep(0.02)  # between two looks
@@ -189,10 +194,6 @@ class Cluster:
         except OSError:
             return False
         return len(lines) > 7 and lines[7].strip() == "ready"
-
-    def _alive(self, process: subprocess.Popen[bytes]) -> bool:
-        """Whether the shell's server has not ended at once, as it does where its port is taken."""
-        return "could not create any TCP/IP sockets" not in self.log.read_text(errors="replace")[-1000:]
 
 
 @cache

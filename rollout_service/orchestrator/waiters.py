@@ -102,7 +102,7 @@ class Line:
         """The core made its lease; it goes out when that is committed."""
         waiter.granted = lease
         waiter.decided = True
-        self._waiting.remove(waiter)
+        self.leave(waiter)  # it may have left by itself, if its last caller went while the lease was made
         self._granted.append(waiter)
 
     def settle(self, waiter: Waiter, outcome: Outcome | Exception) -> None:

@@ -30,7 +30,7 @@ ATTEMPTS: Final = 5
 PAUSE_S: Final = 0.004
 """Longest pause after the first collision; twice as long after each further one. Random, so that those who met part."""
 
-PATIENCE_S: Final = 0.2
+PATIENCE_S: Final = 0.15
 """What `close` gives to signals, then to transactions, that are on their way."""
 
 _LOOK: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KEPT_S: Final = 240.0
 """An idle connection is used no more after that: firewalls forget those of five minutes and more, and say nothing."""
 
-CLOSE_S: Final = 0.4
+CLOSE_S: Final = 0.3
 """For the server to hear that a statement is cancelled and the connection over; then it is cut."""
 
 CUT_S: Final = 0.1

@@ -2,7 +2,8 @@
 
 What always holds: many rows are read and written by one statement; nothing that reads standings touches a payload;
 state conditions of indexed reads are literal, because a partial index is used only where its condition is seen. A
-statement that locks rows and may wait for them reads nothing that changes: it would be older than the lock.
+statement that locks rows and may wait for them reads nothing that changes: it would be older than the lock. Columns are
+named one by one, so that those of a newer schema are no trouble.
 """
 
 from __future__ import annotations
@@ -73,8 +74,11 @@ FROM (SELECT min(shard) AS shard, sum(acked)::bigint AS acked, sum(stale)::bigin
 WHERE t.shard = s.shard
 """
 
-# Not undone with its transaction: to be the last thing in it.
-SET_ENDS: Final = "SELECT setval('group_ends', greatest($1::bigint, 1), $1::bigint > 0)"
+# Never below a number that is taken. Not undone with its transaction: to be the last thing in it.
+SET_ENDS: Final = """
+SELECT setval('group_ends', greatest(e.ends, 1), e.ends > 0)
+FROM (SELECT greatest($1::bigint, (SELECT max(end_number) FROM groups WHERE end_number IS NOT NULL)) AS ends) AS e
+"""
 
 # --- groups
 
@@ -155,11 +159,8 @@ ORDER BY version, seq LIMIT $1 FOR UPDATE SKIP LOCKED
 """
 
 LOCK_OUTDATED: Final = """
-SELECT seq FROM groups WHERE seq IN (
-    SELECT seq FROM groups WHERE state = 'ready' AND version < $1
-    UNION ALL
-    SELECT seq FROM groups WHERE state IN ('generating', 'scoring') AND owner IS NULL AND version < $1
-) AND version < $1 AND (state = 'ready' OR (state IN ('generating', 'scoring') AND owner IS NULL))
+SELECT seq FROM groups
+WHERE version < $1 AND (state = 'ready' OR (state IN ('generating', 'scoring') AND owner IS NULL))
 ORDER BY seq FOR UPDATE
 """
 
@@ -191,8 +192,8 @@ INSERT INTO prompts (seq, payload) SELECT seq, prompt FROM given
 """
 
 # $15: whose the opened ones are from now on. $16: whether ends are numbered here, in the order given; a group that had
-# ended in this attempt keeps its number, and its own here is null. (Asked as a value: EXISTS might be answered by reading
-# every group that ever ended.)
+# ended in this attempt keeps its number, and its own here is null. (Asked as a value: EXISTS might be answered by
+# reading every group that ever ended.)
 UPDATE_GROUPS: Final = """
 WITH moved AS MATERIALIZED (
     SELECT m.*, CASE
@@ -342,10 +343,10 @@ SELECT * FROM unnest($1::text[], $2::bigint[], $3::bigint[], $4::bigint[])
 """
 
 # What is held after this transaction is held by the live lease made with it. $1: groups that are leased now, $2: leases
-# that were written, $3: those of them that are new, $4: the largest staleness. The policy version is locked, so that it
-# cannot rise before this transaction is durable.
+# that were written, $3: those of them that are new, $4: the largest staleness. The policy version needs no lock of its
+# own: who changes it is alone.
 FIND_BAD_HOLDS: Final = """
-WITH run_now AS MATERIALIZED (SELECT policy_version FROM run WHERE id = 1 FOR SHARE)
+WITH run_now AS MATERIALIZED (SELECT policy_version FROM run WHERE id = 1)
 SELECT 0 AS rule, g.lease_id, g.seq, g.state, g.attempt, g.version, g.lease_id AS holder, run_now.policy_version
 FROM run_now CROSS JOIN groups AS g
 WHERE g.seq = ANY($1::bigint[]) AND g.state = 'leased' AND NOT EXISTS (
@@ -424,7 +425,9 @@ DELETE FROM replicas WHERE replica_id = ANY($1::text[])
 """
 
 READ_REPLICAS: Final = """
-SELECT r.*, (SELECT count(*) FROM groups AS g WHERE g.owner = r.replica_id) AS claims
+SELECT r.replica_id, r.name, r.service, r.rules, r.prompts, r.slots, r.in_flight, r.engines, r.healthy_engines,
+    r.enforced, r.stale_groups, r.aborted_rollouts, r.started_at, r.seen_at, r.expires_at,
+    (SELECT count(*) FROM groups AS g WHERE g.owner = r.replica_id) AS claims
 FROM replicas AS r ORDER BY r.started_at, r.replica_id
 """
 

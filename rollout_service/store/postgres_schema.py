@@ -27,8 +27,13 @@ _WORKS_WITH: Final = re.compile(r"-- works with: ([0-9]+)\n")
 _OURS: Final = ("run", "groups", "prompts", "rollouts", "scores", "leases", "lease_groups", "checkpoints", "tallies")
 """Tables whose names would be taken where another program uses the schema."""
 
-# Not waiting for ever: an older service may be at work; and without the limits of ordinary transactions, because a
-# migration may rewrite a large table.
+_MIGRATIONS: Final = "schema_migrations"
+"""Others have a table of this name too; ours is marked."""
+
+PATIENCE_S: Final = 24 * 3600.0
+"""Of the client, for a migration and for the wait for one."""
+
+# Without the limits of ordinary transactions: a migration may rewrite a large table.
 LOCK: Final = """
 SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; SET LOCAL idle_in_transaction_session_timeout = 0;
 SELECT pg_advisory_xact_lock(hashtext('rollout-service migrations'), hashtext(current_schema()))
@@ -45,12 +50,6 @@ CREATE TABLE schema_migrations (
 
 MARK: Final = "COMMENT ON TABLE schema_migrations IS 'rollout-service'"
 
-IS_OURS: Final = """
-SELECT t.table_id IS NOT NULL AS exists,
-    coalesce(obj_description(t.table_id, 'pg_class') = 'rollout-service', false) AS ours
-FROM (SELECT to_regclass(quote_ident(current_schema()) || '.schema_migrations')::oid AS table_id) AS t
-"""
-
 READ_MIGRATIONS: Final = "SELECT version, works_with FROM schema_migrations ORDER BY version"
 
 KEEP_MIGRATION: Final = """
@@ -58,8 +57,9 @@ INSERT INTO schema_migrations (version, name, works_with, applied_at)
 VALUES ($1, $2, $3, extract(epoch FROM clock_timestamp()))
 """
 
+# From the catalog's own tables: name lookups are answered from a cache that may be older than this transaction.
 FIND_TABLES: Final = """
-SELECT relname FROM pg_class
+SELECT relname, coalesce(obj_description(oid, 'pg_class') = 'rollout-service', false) AS ours FROM pg_class
 WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema()) AND relname = ANY($1::name[])
 ORDER BY relname
 """
@@ -109,14 +109,11 @@ async def _applied(connection: Connection[Record], name: str) -> dict[int, int]:
     encoding = await connection.fetchval("SELECT current_setting('server_encoding')")
     if encoding != "UTF8":
         raise ConfigError(f"store {name}: the database is encoded in {encoding}; make one with ENCODING 'UTF8'")
-    table = await connection.fetchrow(IS_OURS)
-    if table is not None and table["exists"]:
-        if not table["ours"]:
-            raise ConfigError(f"store {name} is a database of another program (it has a table schema_migrations)")
+    found = {row["relname"]: row["ours"] for row in await connection.fetch(FIND_TABLES, [*_OURS, _MIGRATIONS])}
+    if found.get(_MIGRATIONS):
         return {row["version"]: row["works_with"] for row in await connection.fetch(READ_MIGRATIONS)}
-    taken = [row["relname"] for row in await connection.fetch(FIND_TABLES, list(_OURS))]
-    if taken:
-        raise ConfigError(f"store {name} is a database of another program (it has a table {taken[0]})")
+    if found:
+        raise ConfigError(f"store {name} is a database of another program (it has a table {next(iter(found))})")
     return {}
 
 
@@ -131,7 +128,7 @@ def _check_version(name: str, applied: dict[int, int], known: list[Migration]) -
 
 
 async def _apply(connection: Connection[Record], *, migration: Migration, name: str, known: list[Migration]) -> None:
-    await connection.execute(LOCK)
+    await connection.execute(LOCK, timeout=PATIENCE_S)
     applied = await _applied(connection, name)  # anew: another service may have migrated meanwhile
     _check_version(name, applied, known)
     if migration.version in applied:
@@ -140,7 +137,7 @@ async def _apply(connection: Connection[Record], *, migration: Migration, name: 
         if not applied:
             await connection.execute(MAKE_MIGRATIONS)
             await connection.execute(MARK)
-        await connection.execute(migration.script)
+        await connection.execute(migration.script, timeout=PATIENCE_S)
         await connection.execute(KEEP_MIGRATION, migration.version, migration.name, migration.works_with)
     except asyncpg.InsufficientPrivilegeError as exc:
         raise ConfigError(

@@ -2,7 +2,8 @@
 
 What always holds: what is returned of a group, a lease or the run was read after it was locked, unless its docstring
 says that it locks nothing; rows of groups are locked by rising number. What is locked stays so until the transaction
-ends. Statements are READ COMMITTED: each sees what was committed before it began.
+ends. Statements are READ COMMITTED: each sees what was committed before it began. The policy version changes in
+transactions that are alone: that is what makes a lease within the staleness bound when it commits.
 """
 
 from __future__ import annotations

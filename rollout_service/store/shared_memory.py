@@ -42,8 +42,12 @@ class SharedMemory:
     def store(self) -> SharedMemoryStore:
         """A handle for one replica, not opened yet."""
         store = SharedMemoryStore(self)
-        self._stores.append(store)
+        self.add(store)
         return store
+
+    def add(self, store: SharedMemoryStore) -> None:
+        """Have signals reach `store`, a handle of this content."""
+        self._stores.append(store)
 
     def tell(self, signals: Iterable[Signal], *, by: SharedMemoryStore) -> None:
         for signal in dict.fromkeys(signals):

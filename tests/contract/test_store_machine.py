@@ -363,6 +363,6 @@ SETTINGS = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 SqliteStores.TestCase.settings = SETTINGS
-PostgresStores.TestCase.settings = SETTINGS
+PostgresStores.TestCase.settings = settings(SETTINGS, max_examples=12)  # every look is a few round trips to a server
 TestSqlite = SqliteStores.TestCase
 TestPostgres = PostgresStores.TestCase

@@ -23,7 +23,8 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>[A-Z_]+)(?:(?P<how>:[-?])(?P<what>[^}]*))?\}")
 ENGINES = ("vllm", "vllm-cpu")
-LONG_RUNNING = sorted(SERVICES.keys() - {"keys"})
+RUN_ONCE = {"keys", "database-password"}
+LONG_RUNNING = sorted(SERVICES.keys() - RUN_ONCE)
 READ_BY_COMPOSE = {"COMPOSE_PROFILES"}
 """Variables that Compose itself reads."""
 
@@ -77,7 +78,9 @@ def test_every_variable_has_a_word_of_explanation() -> None:
 def test_ports_are_published_on_loopback_only() -> None:
     ports = {name: service.get("ports", []) for name, service in SERVICES.items()}
     assert all(re.fullmatch(r"127\.0\.0\.1:\$\{\w+:-\d+\}:\d+", port) for found in ports.values() for port in found)
-    assert {name for name, found in ports.items() if found} == {"rollout-service", "prometheus", "grafana"}
+    assert {name for name, found in ports.items() if found} == {
+        *("rollout-service", "load-balancer", "prometheus", "grafana")
+    }
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -88,7 +91,7 @@ def test_an_engine_in_dev_mode_is_reached_by_the_service_and_prometheus_only(nam
     assert "network_mode" not in engine
     assert engine["networks"] == {"engines": {"aliases": ["vllm"]}}
     beside = {other for other, service in SERVICES.items() if "engines" in service.get("networks", [])}
-    assert beside == {*ENGINES, "rollout-service", "prometheus"}
+    assert beside == {*ENGINES, "rollout-service", "replica", "prometheus"}
 
 
 @pytest.mark.parametrize("name", LONG_RUNNING)
@@ -116,6 +119,10 @@ def test_profiles_take_one_engine_and_monitoring_only_when_asked() -> None:
         "vllm-cpu": ["cpu"],
         "keys": [],
         "rollout-service": [],
+        "database-password": ["replicas"],
+        "postgres": ["replicas"],
+        "replica": ["replicas"],
+        "load-balancer": ["replicas"],
         "prometheus": ["monitoring"],
         "grafana": ["monitoring"],
     }
@@ -138,7 +145,8 @@ def test_what_is_mounted_from_here_exists_and_cannot_be_written() -> None:
 
 def test_only_the_run_that_makes_keys_can_write_them() -> None:
     found = {name: mounts(service)["/keys"] for name, service in SERVICES.items() if "/keys" in mounts(service)}
-    assert found == {"keys": ("keys", ""), "rollout-service": ("keys", "ro"), "prometheus": ("keys", "ro")}
+    readers = ("rollout-service", "replica", "prometheus")
+    assert found == {"keys": ("keys", ""), **{name: ("keys", "ro") for name in readers}}
     assert SERVICES["keys"]["network_mode"] == "none"
 
 
@@ -166,11 +174,12 @@ def test_keys_lie_where_the_service_and_prometheus_look(settings: Settings, tmp_
 
 def test_prometheus_scrapes_names_and_ports_of_this_file() -> None:
     prometheus = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
-    targets = {
-        job["job_name"]: [target for group in job["static_configs"] for target in group["targets"]]
-        for job in prometheus["scrape_configs"]
-    }
-    assert targets == {"rollout-service": ["rollout-service:8080"], "vllm": ["vllm:8000"]}
+    jobs = {job["job_name"]: job for job in prometheus["scrape_configs"]}
+    assert jobs.keys() == {"rollout-service", "vllm"}
+    assert jobs["vllm"]["static_configs"] == [{"targets": ["vllm:8000"]}]
+    (asked,) = jobs["rollout-service"]["dns_sd_configs"]
+    assert {name.removesuffix(".") for name in asked["names"]} == {"rollout-service", "replica"}
+    assert asked["port"] == 8080
     mounted = mounts(SERVICES["prometheus"])
     for rules in prometheus["rule_files"]:
         assert f"/etc/prometheus/{rules}" in mounted

@@ -180,7 +180,10 @@ def test_the_load_balancer_asks_for_names_that_are_there_and_open_routes() -> No
     probes = re.findall(r"http-check send meth GET uri (\S+)", text)
     assert probes == ["/readyz", "/livez"]
     assert all(ACCESS[f"GET {path}"] is EVERYBODY for path in probes)
-    assert service["healthcheck"]["test"][0] == "CMD"
+    (own,) = re.findall(r"monitor-uri (\S+)", text)
+    assert service["healthcheck"]["test"][-1] == f"http://127.0.0.1:8080{own}"
+    (container,) = pod_of(BALANCER)["containers"]
+    assert {container[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")} == {own}
 
 
 def test_idle_connections_end_at_the_load_balancer_first() -> None:

@@ -13,7 +13,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,6 +79,22 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.moment}-{self.kind}-{self.nth}"
+
+
+def order(point: Point) -> tuple[str, Any]:
+    """For `Lives.begin`: the life is to end at `point`."""
+    return "tests.durability.crashing:obey", asdict(point)
+
+
+def obey(given: dict[str, Any]) -> None:
+    """In the new life."""
+    point = Point(kind=Kind(given["kind"]), moment=Moment(given["moment"]), nth=given["nth"])
+    install(point, report_of(Path.cwd()))
+
+
+def report_of(directory: Path) -> Path:
+    """Where a life that ends at its point says so."""
+    return directory / "crash.json"
 
 
 def install(point: Point, report: Path) -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.durability.lives import Lives
-from tests.durability.story import Plan, Story
+from tests.durability.story import Story
+from tests.durability.tale import Plan
 from tests.durability.trainer import Habits
 from tests.tcp_proxy import Faults
 

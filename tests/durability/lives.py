@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -17,12 +18,9 @@ import threading
 import traceback
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
-
-from tests.durability.crashing import Kind, Moment, Point, install
 
 CAPABILITY_VERSION = 0x20080522
 DAC_OVERRIDE, DAC_READ_SEARCH = 1 << 1, 1 << 2
@@ -32,10 +30,15 @@ REPOSITORY = Path(__file__).absolute().parents[2]
 class Lives:
     """Use as a context manager; one life at a time."""
 
+    def __init__(self, *around: str) -> None:
+        """`around`: a command that runs the one which follows it, somewhere else."""
+        self._around = around
+
     def __enter__(self) -> Lives:
-        environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "OPENBLAS_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environ = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.durability.lives"],
+            [*self._around, sys.executable, "-m", "tests.durability.lives"],
             cwd=REPOSITORY,
             env=environ,
             stdin=subprocess.PIPE,
@@ -57,16 +60,19 @@ class Lives:
         self._reader.join(10)
         self._process.stdout.close()
 
-    async def begin(self, directory: Path, *arguments: str, point: Point | None = None, obedient: bool = False) -> None:
+    async def begin(
+        self, directory: Path, *arguments: str, before: tuple[str, Any] | None = None, obedient: bool = False
+    ) -> None:
         """Run the command line with `arguments` in `directory`; its output is added to `service.log` there.
 
+        `before`: `module:function` and what it is called with, in the new process, before anything of the service is.
         `obedient`: permissions of files hold for it even where it runs as root.
         """
         assert self.pid is None, "one life at a time"
         order = {
             "directory": str(directory),
             "arguments": list(arguments),
-            "point": None if point is None else asdict(point),
+            "before": before,
             "obedient": obedient,
         }
         begun: Future[dict[str, int]] = Future()
@@ -98,18 +104,14 @@ class Lives:
             self._answers.get().set_result(json.loads(line))
 
 
-def report_of(directory: Path) -> Path:
-    """Where a life that ends at its point says so."""
-    return directory / "crash.json"
-
-
 def main() -> None:
     """Orders in by lines on stdin, `{"pid"}` and `{"code"}` out."""
     import uvloop
 
     from rollout_service import app, checks, cli, server, settings
+    from rollout_service.store import postgres
 
-    del app, checks, server, settings, uvloop  # imported to be there in every life
+    del app, checks, postgres, server, settings, uvloop  # imported to be there in every life
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
@@ -130,10 +132,10 @@ def _live(order: dict[str, Any], cli: Any) -> None:
         threading.Thread(target=_end_with_the_test, daemon=True).start()
         if order["obedient"]:
             _obey_permissions()
-        if order["point"] is not None:
-            given = order["point"]
-            point = Point(kind=Kind(given["kind"]), moment=Moment(given["moment"]), nth=given["nth"])
-            install(point, report_of(Path.cwd()))
+        if order["before"] is not None:
+            target, given = order["before"]
+            module, _, function = target.partition(":")
+            getattr(importlib.import_module(module), function)(given)
         sys.argv = ["rollout-service", *order["arguments"]]
         try:
             cli.main()

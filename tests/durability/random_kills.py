@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.durability.lives import Lives
-from tests.durability.story import Plan, Story
+from tests.durability.story import Story
+from tests.durability.tale import Plan
 
 WORKS_S = (0.02, 0.9)
 """How long a life works before its kill."""

@@ -9,7 +9,8 @@ import pytest
 
 from tests.durability.crashing import Kind, Moment, Point
 from tests.durability.lives import Lives
-from tests.durability.story import Plan, Story
+from tests.durability.story import Story
+from tests.durability.tale import Plan
 
 SEED = int(os.environ.get("DURABILITY_SEED", "0"))
 

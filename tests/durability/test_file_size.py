@@ -10,7 +10,7 @@ from typing import Any
 from rollout_service.simulator import Simulator, SimulatorSettings
 from tests.durability.forked import Forked
 from tests.durability.lives import Lives
-from tests.durability.story import judge
+from tests.durability.tale import judge
 from tests.service import prompt, run_cli
 
 GROUPS, AT_ONCE = 300, 30

@@ -8,7 +8,7 @@ from pathlib import Path
 from rollout_service.simulator import Simulator, SimulatorSettings
 from tests.durability.forked import Forked
 from tests.durability.lives import Lives
-from tests.durability.story import judge
+from tests.durability.tale import judge
 from tests.service import prompt
 
 SLOTS, READY = 64, 16

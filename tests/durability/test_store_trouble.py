@@ -23,7 +23,7 @@ import pytest
 from rollout_service.simulator import Simulator, SimulatorSettings
 from tests.durability.forked import Forked
 from tests.durability.lives import Lives
-from tests.durability.story import judge
+from tests.durability.tale import judge
 from tests.service import prompt, run_cli, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of a running process and tmpfs are Linux's")

@@ -23,6 +23,10 @@ SHORT_LEASE_S = 1
 """For a consumer that dies with its lease: the shortest there is."""
 
 
+AGAIN = (408, 429, 503)
+"""Refusals for now."""
+
+
 class Lost(Exception):
     """No answer came; whether the call was carried out is not known."""
 
@@ -89,7 +93,7 @@ class Trainer:
             except Lost:
                 await asyncio.sleep(LOST_PAUSE_S)
                 continue
-            if status not in (429, 503):
+            if status not in AGAIN:
                 return status, answer
             await asyncio.sleep(LOST_PAUSE_S)
 
@@ -148,7 +152,7 @@ class Trainer:
                 if "request_id" in ask:
                     continue
                 return None  # whatever was leased comes back when its caller is missed, or when it expires
-            if status == 503:
+            if status in AGAIN:
                 await asyncio.sleep(LOST_PAUSE_S)
                 continue
             if status == 409:  # it was made, its answer was lost, and it has ended since
@@ -180,9 +184,10 @@ class Trainer:
                 await self._ack(lease["lease_id"], part)
 
     async def _ack(self, lease_id: str, names: list[str]) -> None:
+        self.history.acking(names)
         status, answer = await self.insist("POST", f"/leases/{lease_id}/ack", {"group_ids": names})
         if status == 200:
-            self.history.confirmed(answer["acked"])
+            self.history.confirmed(lease_id, answer["acked"])
             assert sorted(answer["acked"]) == sorted(names)
         else:  # the lease ended meanwhile, and somebody else has the groups or they are too old
             assert status == 409, answer

@@ -116,8 +116,10 @@ def test_grafana_and_prometheus_call_others_by_names_that_compose_gives() -> Non
     assert re.fullmatch(r"http://(\w+):9090", source["url"])[1] in names  # type: ignore[index]  # it does match
     config = read_yaml(PROMETHEUS_CONFIG)
     for job in config["scrape_configs"]:
-        for target in job["static_configs"][0]["targets"]:
-            assert target.partition(":")[0] in names
+        targets = [target for group in job.get("static_configs", ()) for target in group["targets"]]
+        asked = [name for group in job.get("dns_sd_configs", ()) for name in group["names"]]
+        assert targets or asked
+        assert {target.partition(":")[0] for target in targets} | {name.removesuffix(".") for name in asked} <= names
     assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
 
 

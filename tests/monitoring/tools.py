@@ -73,16 +73,20 @@ def dashboard() -> dict[str, Any]:
 
 def deployed_config(directory: Path, key: Path, **changes: Any) -> Path:
     """`deploy/prometheus.yml` and its rules in `directory`, with `key` for the key it names; `changes` of jobs by name:
-    their target, or None for no such job. It scrapes every 0.2 s and evaluates the rules every second."""
+    their one target, or None for no such job. It scrapes every 0.2 s and evaluates the rules every second."""
     config = deepcopy(read_yaml(PROMETHEUS_CONFIG))
     config["global"] |= {"scrape_interval": "200ms", "evaluation_interval": "1s"}
     jobs = []
     for job in config["scrape_configs"]:
-        target = changes.get(job["job_name"], job["static_configs"][0]["targets"][0])
         if "authorization" in job:
             job["authorization"]["credentials_file"] = str(key)
-        if target is not None:
-            jobs.append(job | {"static_configs": [{"targets": [target]}]})
+        if job["job_name"] in changes:
+            target = changes[job["job_name"]]
+            if target is None:
+                continue
+            job.pop("dns_sd_configs", None)
+            job["static_configs"] = [{"targets": [target]}]
+        jobs.append(job)
     config["scrape_configs"] = jobs
     for name in config["rule_files"]:
         shutil.copy(DEPLOY / name, directory / name)

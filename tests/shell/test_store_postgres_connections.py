@@ -132,12 +132,12 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.01)  # between two looks
 
 
-async def works(connections: Connections, name: str) -> None:
+async def works(connections: Connections, name: str, *, reserved: bool = False) -> None:
     """Comes back by itself within the time."""
 
     async def again() -> bool:
         try:
-            await connections.run(add(name))
+            await connections.run(add(name), reserved=reserved)
         except StoreUnavailable as exc:
             assert_shown(exc)
             return False
@@ -268,6 +268,7 @@ async def test_an_error_of_a_file_is_passed_on(connections: Connections, tmp_pat
 
 
 async def test_a_unique_violation_runs_the_work_again(connections: Connections) -> None:
+    both = asyncio.Barrier(2)
     ran = 0
 
     async def once(connection: Any) -> int:
@@ -275,7 +276,7 @@ async def test_a_unique_violation_runs_the_work_again(connections: Connections) 
         ran += 1
         if await connection.fetchval("SELECT count(*) FROM things"):
             return 0
-        await asyncio.sleep(0.02)  # time for the other to find nothing too
+        await both.wait()  # each has found nothing
         await add("same")(connection)
         return 1
 
@@ -286,27 +287,25 @@ async def test_a_unique_violation_runs_the_work_again(connections: Connections) 
 async def test_a_deadlock_runs_the_work_again(url: str) -> None:
     await ask(url, "INSERT INTO things VALUES ('a', 0), ('b', 0)")
     both = asyncio.Barrier(2)
+    ran = 0
 
     async def in_order(first: str, second: str, connection: Any) -> None:
+        nonlocal ran
+        ran += 1
+        update = "UPDATE things SET size = size + 1 WHERE name = $1"
         await connection.execute("SET LOCAL deadlock_timeout = 20")
-        await connection.execute("UPDATE things SET size = size + 1 WHERE name = $1", first)
-        if not both.broken:
-            await both.wait()
-            await both.abort()
-        await connection.execute("UPDATE things SET size = size + 1 WHERE name = $1", second)
-
-    async def tolerant(first: str, second: str, connection: Any) -> None:
-        try:
-            await in_order(first, second, connection)
-        except asyncio.BrokenBarrierError:
-            await connection.execute("UPDATE things SET size = size + 1 WHERE name = $1", second)
+        await connection.execute(update, first)
+        if ran <= 2:
+            await both.wait()  # each holds what the other asks for next
+        await connection.execute(update, second)
 
     async with opened(url) as connections:
         await asyncio.gather(
-            connections.run(lambda connection: tolerant("a", "b", connection)),
-            connections.run(lambda connection: tolerant("b", "a", connection)),
+            connections.run(lambda connection: in_order("a", "b", connection)),
+            connections.run(lambda connection: in_order("b", "a", connection)),
         )
     assert await ask(url, "SELECT sum(size) FROM things") == 4
+    assert ran >= 3  # on a busy machine each may be the other's victim
 
 
 async def test_a_collision_that_does_not_end_is_told(url: str) -> None:
@@ -434,11 +433,11 @@ async def test_who_takes_no_answer_loses_its_lock_too(url: str) -> None:
 
 
 async def test_where_all_connections_stay_busy_that_is_told_and_the_reserved_one_is_free(url: str) -> None:
-    async with opened(url, pool_size=2, statement_timeout_s=0.6) as connections:
-        hang = "SELECT pg_sleep(0.5)"
+    async with opened(url, pool_size=2, statement_timeout_s=1.0) as connections:
+        hang = "SELECT pg_sleep(0.4)"
 
         async def long(connection: Any) -> None:
-            for _ in range(3):
+            for _ in range(4):
                 await connection.execute(hang)
 
         busy = [asyncio.create_task(connections.run(long)) for _ in range(2)]
@@ -481,7 +480,7 @@ async def test_a_cancelled_transaction_is_undone_at_once(url: str, where: str) -
                 await task
             began = time.monotonic()
             await others.run(names, first=lock)
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 3.0  # and not until its time is over
             assert await connections.run(names) == []
         assert await sessions(url) <= 6
     await holder.close()
@@ -620,7 +619,7 @@ async def test_a_server_that_hangs_is_given_up_after_a_time(
             with pytest.raises(asyncio.CancelledError):
                 await reserved
         await works(connections, "up again")
-        await connections.run(add("reserved"), reserved=True)
+        await works(connections, "reserved", reserved=True)
         assert "hung" not in await connections.look(names)
 
 
@@ -704,15 +703,43 @@ async def test_a_primary_that_became_read_only_is_told_and_used_again_when_it_is
 ) -> None:
     async with opened(own_url) as connections:
         await connections.run(names)
-        await read_only(own, own_url, on=True)
+        await read_only(own_url, on=True)
         try:
             with pytest.raises(StoreUnavailable) as told:
                 await connections.run(add("read only"))
             assert_shown(told.value)
         finally:
-            await read_only(own, own_url, on=False)
+            await read_only(own_url, on=False)
         await works(connections, "writable")
         await until(pushing(connections))
+
+
+async def test_once_a_server_was_read_only_no_connection_of_before_is_used_again(url: str) -> None:
+    async with opened(url, pool_size=3) as connections:
+        inside, leave = asyncio.Event(), asyncio.Event()
+        refused = False
+
+        async def busy(connection: Any) -> int:
+            inside.set()
+            await leave.wait()
+            return await pid(connection)
+
+        async def read_only_once(connection: Any) -> int:
+            nonlocal refused
+            if not refused:
+                refused = True
+                await connection.execute("SET TRANSACTION READ ONLY")
+            await add("written")(connection)
+            return await pid(connection)
+
+        before = {await connections.run(pid)}
+        task = asyncio.create_task(connections.run(busy))
+        await inside.wait()
+        after = {await connections.run(read_only_once)}
+        leave.set()
+        before.add(await task)  # what it did counts, but it was its last transaction
+        after |= set(await asyncio.gather(*(connections.run(pid) for _ in range(6))))
+        assert not before & after
 
 
 async def test_after_a_failover_the_new_primary_is_found_among_the_hosts(own: Cluster, own_url: str, url: str) -> None:
@@ -730,39 +757,24 @@ async def test_after_a_failover_the_new_primary_is_found_among_the_hosts(own: Cl
     async with opened(both) as connections:
         connections.watch(heard.append)
         await connections.run(add("on the old one"))
-        await read_only(own, own_url, on=True)
+        await read_only(own_url, on=True)
         try:
             await connections.run(add("on the new one"))  # it is not even noticed
             assert await connections.look(names) == ["on the new one"]
-            await until(pushing(connections))
-            await until_listening(urls[1])
-            await ask(urls[1], "SELECT pg_notify('rollout_service', 'run')")
 
-            async def heard_it() -> bool:
-                return heard == ["run"]
+            async def heard_it() -> bool:  # as soon as it listens there
+                await ask(urls[1], "SELECT pg_notify('rollout_service', 'run')")
+                return "run" in heard
 
             await until(heard_it)
         finally:
-            await read_only(own, own_url, on=False)
+            await read_only(own_url, on=False)
     for each in (url, own_url):
         await ask(each, f"DROP DATABASE failover_{name} WITH (FORCE)")
         await ask(each, "DROP ROLE failed_over")
 
 
-async def until_listening(url: str) -> None:
-    async def listening() -> bool:
-        return bool(
-            await ask(
-                url,
-                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ILIKE 'LISTEN%' "
-                "OR application_name = 'rollout-service' AND query IN ('COMMIT;', 'SELECT 1')",
-            )
-        )
-
-    await until(listening)
-
-
-async def read_only(server: Cluster, url: str, *, on: bool) -> None:
+async def read_only(url: str, *, on: bool) -> None:
     connection = await asyncpg.connect(url)
     await connection.execute("SET default_transaction_read_only = off")
     await connection.execute(f"ALTER SYSTEM SET default_transaction_read_only = {'on' if on else 'off'}")
@@ -778,7 +790,7 @@ async def read_only(server: Cluster, url: str, *, on: bool) -> None:
 async def test_hosts_that_are_gone_or_silent_keep_nobody_from_the_others(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres_server, "CONNECT_S", 0.5)
+    monkeypatch.setattr(postgres_server, "CONNECT_S", 1.0)
     login, _, place = url.rpartition("@")
     host, _, database = place.partition("/")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -789,7 +801,7 @@ async def test_hosts_that_are_gone_or_silent_keep_nobody_from_the_others(
         async with opened(f"{login}@{others},{host}/{database}") as connections:
             began = time.monotonic()
             await asyncio.gather(*(connections.run(add(f"{n}")) for n in range(4)))
-            assert time.monotonic() - began < 0.5  # the one that answered is asked first from then on
+            assert time.monotonic() - began < 1.0  # the one that answered is asked first from then on
         with pytest.raises(ConfigError) as told:
             await Connections(f"{login}@{others}/{database}", pool_size=1, statement_timeout_s=1).open()
         assert_shown(told.value)
@@ -855,6 +867,13 @@ async def test_a_url_that_leads_nowhere_is_told_in_one_line_without_its_password
     for part in ("secret", "cret", "se/", "se@", "\n"):
         assert part not in str(told.value).replace("percent-encoded", "")
     assert str(told.value).startswith("store.url: ")
+
+
+@pytest.mark.parametrize("url", ["postgresql://user:pa%2Fss@host/db", "postgresql://host/db?password=pa/ss"])
+def test_an_error_that_repeats_the_password_is_told_by_its_name(url: str) -> None:
+    server = postgres_server.Server(url, statement_timeout_s=1)
+    assert server.told(ValueError("no pa/ss here")) == "PostgreSQL at host/db: ValueError"
+    assert server.told(ValueError("two\nlines")).endswith(": two lines")
 
 
 async def test_a_server_that_is_not_there_at_the_start_leaves_nothing_behind(own: Cluster, own_url: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from rollout_service.core.model import GroupState
 from rollout_service.core.records import Batch, RunState
+from rollout_service.core.shared import Replica
 from rollout_service.errors import ConfigError, StoreUnavailable
 from rollout_service.store import open_shared_store, open_store, postgres_schema
 from rollout_service.store import postgres_queries as sql
@@ -29,6 +30,7 @@ from tests.contract.store_samples import (
     new_group,
     pending,
     prompt,
+    ready,
     scored,
     submitted,
 )
@@ -315,8 +317,8 @@ def migration(version: int, works_with: int, script: str) -> postgres_schema.Mig
     return postgres_schema.Migration(version=version, name="later", works_with=works_with, script=script)
 
 
-async def migrated(url: str, *more: postgres_schema.Migration) -> None:
-    connections = Connections(url, pool_size=1, statement_timeout_s=10)
+async def migrated(url: str, *more: postgres_schema.Migration, statement_timeout_s: float = 10.0) -> None:
+    connections = Connections(url, pool_size=1, statement_timeout_s=statement_timeout_s)
     await connections.open()
     try:
         await postgres_schema.migrate(connections, "x", [*postgres_schema.migrations(), *more])
@@ -328,11 +330,27 @@ NEWER = len(postgres_schema.migrations()) + 1
 
 
 async def test_beside_a_newer_schema_that_works_with_it_a_service_goes_on(url: str, store: PostgresStore) -> None:
-    await migrated(url, migration(NEWER, 1, "ALTER TABLE groups ADD COLUMN later text"))
-    await store.commit(submitted(1))
+    """What it has prepared before is still of use, and so is what it starts with."""
+
+    async def everything(first: int) -> None:
+        replica = Replica(replica_id="a", name="a", service="1", rules="r")
+        await store.join(replica, lease_s=60)
+        await store.commit(scored(first, first + 1))
+        await store.transact(lambda tx: tx.write(leasing(lease(f"l{first}", first)), owner="a"))
+        await store.transact(lambda tx: tx.set_run(replace(tx.run, revision=first)), alone=True)
+        assert await store.transact(lambda tx: tx.once("a", first))
+        assert await store.beat(replica, lease_s=60)
+        assert [seen.replica for seen in (await store.overview()).replicas] == [replica]
+        assert (await store.load()).groups[-1] == ready(first + 1)
+        assert len(await store.payloads([first, first + 1])) == 2
+        assert (await store.lease(f"l{first}")) == lease(f"l{first}", first)
+
+    await everything(1)
+    await migrated(url, migration(NEWER, 1, ";".join(f"ALTER TABLE {table} ADD COLUMN later text" for table in TABLES)))
+    await everything(3)
     await store.close()
     await store.open()
-    assert (await store.load()).groups == (pending(1),)
+    await everything(5)
 
 
 async def test_a_newer_schema_that_does_not_work_with_a_service_is_refused(url: str, store: PostgresStore) -> None:
@@ -340,6 +358,13 @@ async def test_a_newer_schema_that_does_not_work_with_a_service_is_refused(url: 
     await migrated(url, migration(NEWER, NEWER, "SELECT 1"), migration(NEWER + 1, 1, "SELECT 1"))
     with pytest.raises(ConfigError, match=f"newer version.*schema {NEWER + 1}.*{NEWER} and newer"):
         await store.open()
+
+
+async def test_a_migration_may_take_longer_than_a_statement(url: str) -> None:
+    await migrated(url, migration(NEWER, 1, "SELECT pg_sleep(0.3)"), statement_timeout_s=0.1)
+    connection = await asyncpg.connect(url)
+    assert await connection.fetchval("SELECT max(version) FROM schema_migrations") == NEWER
+    await connection.close()
 
 
 async def test_a_migration_that_fails_leaves_the_version_before(url: str, store: PostgresStore) -> None:

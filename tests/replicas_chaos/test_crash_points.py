@@ -1,0 +1,48 @@
+"""A replica dies right before and right after each kind of commit; the other one finishes the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.durability.lives import Lives
+from tests.durability.tale import Plan
+from tests.durability.trainer import Habits
+from tests.postgres_cluster import Cluster
+from tests.replicas_chaos.crashing import Kind, Moment, Point, order, report_of
+from tests.replicas_chaos.story import SharedStory
+from tests.service import until
+
+SEED = int(os.environ.get("DURABILITY_SEED", "0"))
+MET_WITHIN_S = 90.0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", list(Kind))
+async def test_a_replica_that_dies_around_its_commit_costs_nothing(
+    kind: Kind, herd: list[Lives], postgres: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    plan = Plan(seed=SEED + list(Kind).index(kind), pending=16, habits=Habits(releases=0.3, dies=0.2))
+    async with postgres.database() as url, SharedStory.told(plan, herd[:2], tmp_path, url) as story:
+        mortal, _ = story.members
+        points = [Point(kind=kind, moment=moment, nth=1 + story.rng.randrange(2)) for moment in Moment]
+        mortal.orders = [order(point) for point in points]
+        mortal.lives_left = len(points)
+        await story.begin(until_ready=False)
+        met = []
+        for kills in range(1, len(points) + 1):
+            if kind is Kind.TAKEN:
+                await story.while_working(mortal.ready())
+                await story.kill(story.members[1])
+            await story.while_working(until(lambda n=kills: mortal.kills == n, MET_WITHIN_S, f"{points[kills - 1]}"))
+            met.append(json.loads(report_of(mortal.directory).read_text()))
+        ended = await story.finish()
+        assert [report["point"] for report in met] == [str(point) for point in points]
+        assert [report["transaction"] for report in met] == [True, False]
+        assert story.history.lost == []
+        assert story.history.duplicated == []
+        with capsys.disabled():
+            print(f"\n{', '.join(map(str, points))}: {dict(ended)}; {await story.identity()}; {story.tally()}")
