@@ -186,6 +186,10 @@ class StoreUnavailable(Unavailable):
     title = "Store unavailable"
 
 
+class BatchRefused(StoreUnavailable):
+    """What was to be written breaks a rule of the store: a fault of ours, and trying again would not help."""
+
+
 class ShuttingDown(Unavailable):
     """The service is ending."""
 

@@ -20,7 +20,7 @@ from rollout_service.core.model import GroupState, Prompt
 from rollout_service.core.records import Batch
 from rollout_service.core.scheduler import Scheduler
 from rollout_service.core.shared import SharedRun
-from rollout_service.errors import StoreUnavailable
+from rollout_service.errors import BatchRefused, StoreUnavailable
 from rollout_service.orchestrator.batches import absorb, seqs_of, take_out
 from rollout_service.orchestrator.parts import Clock, Engines, Observer, RolloutRunner, Scorer
 from rollout_service.orchestrator.survivors import Survivors
@@ -103,6 +103,8 @@ class Resident(Workshop):
         self._number = 0
         self._decided_at = 0
         """Revision at which the batch being committed was decided; `known` may be newer, and its batch the next one."""
+        self._dropped: set[int] = set()
+        """Groups lost while a batch is being committed: to be taken out of it before it is tried again."""
         self._uncounted: list[Moved] = []
         """Moves in the batch being filled that may count towards a halt."""
         self._counted: list[Moved] = []
@@ -248,13 +250,13 @@ class Resident(Workshop):
         mine = await self._shared_store.transact(lambda tx: tx.claims_of(self.replica_id))
         return {seq for seq, claim in before.items() if mine.get(seq) != claim and self.claims.get(seq) == claim}
 
-    def _drop(self, seqs: Collection[int], *batches: Batch) -> None:
+    def _drop(self, seqs: Collection[int]) -> None:
         """Stop working for groups that are not ours any more, and forget all that was decided about them."""
         if not seqs:
             return
         self.collect()  # what they changed until now, so that it can be taken out
-        for batch in (*batches, self.committer.batch):
-            take_out(batch, seqs)
+        take_out(self.committer.batch, seqs)
+        self._dropped.update(seqs)
         for seq in seqs:
             self._gone.add((seq, self.claims.pop(seq, 0)))
             self.prompts.discard(seq)
@@ -279,10 +281,13 @@ class Resident(Workshop):
         self._number += 1
         self._counted, self._uncounted = self._uncounted, []
         self._decided_at = self.known.revision
+        self._dropped.clear()
         done = False
         while not done:
             try:
                 done = await self._try(batch)
+            except BatchRefused:
+                raise  # begin again from what is stored
             except StoreUnavailable as error:
                 if self.away or asyncio.get_running_loop().time() + AGAIN_S >= self.until:
                     raise
@@ -296,12 +301,14 @@ class Resident(Workshop):
         except Changed as changed:
             await self.follow(changed.run)
         except Lost as lost:
-            self._drop(lost.seqs, batch)
+            self._drop(lost.seqs)
         else:
             if halt is not None:
                 log.error("halted", reason=halt.reason, group_id=halt.group_id, error=halt.error)
                 self._observer.halted(halt)
             return True
+        take_out(batch, self._dropped)  # first: one that was lost may have been claimed again since
+        self._dropped.clear()
         # what that decided goes out with this batch, whose decisions it corrects
         absorb(batch, self.committer.batch)
         self._counted += self._uncounted

@@ -18,7 +18,7 @@ import asyncpg
 from rollout_service.core.group import Group, Lease
 from rollout_service.core.model import FailedRollout, FinishedRollout, GroupState, prompt_size
 from rollout_service.core.records import Batch, NewGroup, RunState
-from rollout_service.errors import StoreUnavailable
+from rollout_service.errors import BatchRefused
 from rollout_service.store import codec
 from rollout_service.store import postgres_queries as sql
 from rollout_service.store.postgres_read import aside, kept, run_row
@@ -39,7 +39,7 @@ RACED: Final = frozenset({"groups_pkey", "groups_prompt_id_epoch_key", "leases_p
 Settled = tuple[tuple[int, int, int], FinishedRollout | FailedRollout]
 
 
-class Refused(StoreUnavailable):
+class Refused(BatchRefused):
     """The batch breaks a rule of the store; it says which."""
 
     def __init__(self, rule: object) -> None:

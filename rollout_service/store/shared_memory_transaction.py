@@ -15,7 +15,7 @@ from rollout_service.core.group import Checkpoint, Group, Lease
 from rollout_service.core.model import FinishedRollout, GroupState, Prompt
 from rollout_service.core.records import Batch, GroupPayload, StoredPrompt
 from rollout_service.core.shared import Claimed, SharedRun, Whole
-from rollout_service.errors import StoreUnavailable
+from rollout_service.errors import BatchRefused, StoreUnavailable
 from rollout_service.store.rules import refusal
 from rollout_service.store.shared import Signal
 from rollout_service.store.shared_memory_content import NOBODY, WORKED_ON, SharedContent
@@ -191,7 +191,7 @@ class MemoryTransaction:
         numbered = self.content.numbered(batch)
         refused = refusal(numbered, before=self.content, max_staleness=self._max_staleness)
         if refused is not None:
-            raise StoreUnavailable(f"the store refused a batch: {refused}")
+            raise BatchRefused(f"the store refused a batch: {refused}")
         self._made += [lease for key, lease in batch.leases.items() if key not in self._committed.leases]
         return self.changed().change(numbered, owner=owner)
 

@@ -70,15 +70,17 @@ class Tale:
 
     trainer: Trainer
 
-    def __init__(self, plan: Plan, *, late: bool = False) -> None:
-        """`late`: see `History.late`."""
+    def __init__(self, plan: Plan, *, host: str = "127.0.0.1") -> None:
+        """`host`: where the engine listens."""
         self.plan = plan
         self.rng = random.Random(plan.seed)
-        self.history = History(max_staleness=plan.max_staleness, late=late)
+        self.history = History(max_staleness=plan.max_staleness)
         self.kills = 0
         self.tasks: list[asyncio.Task[None]] = []
         self.engine = Simulator(
-            SimulatorSettings(latency=plan.latency, jitter=0.9, mean_tokens=8, seed=plan.seed, journal_size=10**6)
+            SimulatorSettings(
+                host=host, latency=plan.latency, jitter=0.9, mean_tokens=8, seed=plan.seed, journal_size=10**6
+            )
         )
         for share, status in ((plan.server_errors, 503), (plan.refusals, 400)):
             if share:
@@ -143,6 +145,10 @@ class Tale:
             await asyncio.gather(*self.tasks[:-2])
             self.trainer.steering = False
             await asyncio.gather(*self.tasks)
+        return await self.check()
+
+    async def check(self) -> Counter[str]:
+        """That every prompt ended, and as the trainer knows it."""
         status = await self.trainer.look()
         ended = self.history.finished(status, await self.trainer.groups())
         self._check_nothing_again()
@@ -187,7 +193,7 @@ def attempt_of(request_id: str) -> Attempt:
 
 
 @asynccontextmanager
-async def judge() -> AsyncIterator[str]:
+async def judge(host: str = "127.0.0.1") -> AsyncIterator[str]:
     """A reward webhook: a completion scores by its tokens."""
 
     async def score(request: web.Request) -> web.Response:
@@ -202,8 +208,8 @@ async def judge() -> AsyncIterator[str]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, host, 0)
         await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/score"
+        yield f"http://{host}:{runner.addresses[0][1]}/score"
     finally:
         await runner.cleanup()

@@ -28,8 +28,8 @@ SERVE = ("serve", "--config", "rollout.toml", "--log-level", "warning")
 class Member:
     """`keep` is to run as a task; everything else may be called from any other."""
 
-    def __init__(self, lives: Lives, directory: Path, port: int) -> None:
-        self.lives, self.directory, self.port = lives, directory, port
+    def __init__(self, lives: Lives, directory: Path, port: int, host: str = "127.0.0.1") -> None:
+        self.lives, self.directory, self.port, self.host = lives, directory, port, host
         self.orders: list[tuple[str, Any]] = []
         """What comes before the service in the next lives, one each; see `Lives.begin`."""
         self.lives_left: int | None = None
@@ -45,8 +45,13 @@ class Member:
         """Its end was asked for."""
 
     @property
+    def name(self) -> str:
+        """As the others see it."""
+        return self.directory.name
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def keep(self) -> None:
         """One life after the other. Raises AssertionError at an end nobody wanted."""

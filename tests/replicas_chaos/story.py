@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from tests.durability.lives import Lives
 from tests.durability.tale import Plan, Tale, attempt_of, changes, judge
 from tests.replicas_chaos.chooser import Chooser, SharedHistory
 from tests.replicas_chaos.member import Member
+from tests.replicas_chaos.network import Cable, Network
 from tests.service import free_port, tables, to_toml
 
 T = TypeVar("T")
@@ -48,11 +49,21 @@ class SharedStory(Tale):
     history: SharedHistory
     trainer: Chooser
 
-    def __init__(self, plan: Plan, lives: Sequence[Lives], directory: Path, url: str) -> None:
-        super().__init__(plan)
+    def __init__(
+        self, plan: Plan, lives: Sequence[Lives], directory: Path, url: str, network: Network | None = None
+    ) -> None:
+        super().__init__(plan, host="127.0.0.1" if network is None else network.here(Cable.ENGINES))
         self.history = SharedHistory(max_staleness=plan.max_staleness, late=True)
-        self.url = url
-        self.members = [Member(life, directory / f"replica-{n}", free_port()) for n, life in enumerate(lives, 1)]
+        self.url, self.network = url, network
+        self.members = [
+            Member(
+                life,
+                directory / f"replica-{n + 1}",
+                free_port(),
+                "127.0.0.1" if network is None else network.there(n, Cable.CALLERS),
+            )
+            for n, life in enumerate(lives)
+        ]
         self.keepers: list[asyncio.Task[None]] = []
         self.marks: list[tuple[frozenset[Attempt], float]] = []
         """At each kill: finished rollouts in the store, and when that was read."""
@@ -70,16 +81,18 @@ class SharedStory(Tale):
         directory: Path,
         url: str,
         *,
-        database: Callable[[int], str] | None = None,
+        network: Network | None = None,
+        database: str | None = None,
         **more: Any,
     ) -> AsyncIterator[SharedStory]:
-        """`database`: where each replica finds it, by its index, if not at `url`; `more`: settings, table by table."""
-        story = cls(plan, lives, directory, url)
+        """`network`: the replicas live there; `database`: where they find it, if not at `url`; `more`: settings, table
+        by table."""
+        story = cls(plan, lives, directory, url, network)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(story.engine)
-            judge_url = await stack.enter_async_context(judge())
-            for n, member in enumerate(story.members):
-                story.configure(member, judge_url, url if database is None else database(n), **more)
+            judge_url = await stack.enter_async_context(judge(story.engine.settings.host))
+            for member in story.members:
+                story.configure(member, judge_url, database or url, **more)
             stack.push_async_callback(story._let_go)
             story.trainer = await stack.enter_async_context(
                 Chooser([m.url for m in story.members], random.Random(plan.seed + 1), story.history, plan.habits)
@@ -92,14 +105,15 @@ class SharedStory(Tale):
 
     def configure(self, member: Member, judge_url: str, url: str, **more: Any) -> None:
         member.directory.mkdir(exist_ok=True)
+        server = {"port": member.port} | ({} if self.network is None else {"host": "0.0.0.0", "insecure": True})  # noqa: S104  # in a namespace of its own
         values = tables(
             member.directory,
             [self.engine.url],
             **changes(self.plan),
-            server={"port": member.port},
+            server=server,
             sampling={"max_tokens": MAX_TOKENS},
             store={"url": url, "pool_size": 4, "statement_timeout_s": STATEMENT_TIMEOUT_S},
-            replica={"name": member.directory.name, "lease_s": LEASE_S},
+            replica={"name": member.name, "lease_s": LEASE_S},
         )
         for table, fields in more.items():
             values[table] = values.get(table, {}) | fields
@@ -110,11 +124,15 @@ class SharedStory(Tale):
 
     async def begin(self, *, until_ready: bool = True) -> None:
         """All replicas are kept alive from now on, and the trainer works; returns when they are ready."""
-        self.keepers = [asyncio.create_task(member.keep()) for member in self.members]
+        self.keep()
         if until_ready:
             await self.while_working(self.ready())
             await self.trainer.look()
         self.work()
+
+    def keep(self) -> None:
+        """All replicas are kept alive from now on."""
+        self.keepers = [asyncio.create_task(member.keep()) for member in self.members]
 
     async def ready(self) -> None:
         """Those that are kept alive are."""
@@ -145,7 +163,10 @@ class SharedStory(Tale):
     async def finish(self, within_s: float = 120.0) -> Counter[str]:
         await self.while_working(self.ready())
         self.kills = sum(member.kills for member in self.members)
-        ended = await self.while_working(super().finish(within_s))
+        return await self.while_working(super().finish(within_s))
+
+    async def check(self) -> Counter[str]:
+        ended = await super().check()
         await self._check_rows()
         self._check_rollouts()
         for member in self.members:
@@ -165,16 +186,21 @@ class SharedStory(Tale):
 
     def _check_rollouts(self) -> None:
         """Every row delivered is what the engine made for that row of that attempt, and for no other."""
-        decoder, seed = self.engine.engine.decoder, self.engine.settings.seed
-        made: dict[Attempt, list[list[int]]] = {}
-        for record in self.engine.journal.records():
-            if record.request_id:
-                plan = decoder.plan(f"{seed}:{record.request_id}:0:0", MAX_TOKENS)
-                ids = [*plan.content.raw(0, plan.content.length), *([EOS] if plan.finish_reason == "stop" else [])]
-                made.setdefault(attempt_of(record.request_id), []).append(ids)
+        made = self.made()
         for (group, attempt), rows in self.history.tokens.items():
             for row, ids in rows.items():
                 assert ids in made.get((group, attempt, row), []), f"{group}, attempt {attempt}, row {row}: {ids}"
+
+    def made(self, request_ids: Collection[str] | None = None) -> dict[Attempt, list[list[int]]]:
+        """What the engine makes of its requests, or of these; long ones differ for any two of them."""
+        decoder, seed = self.engine.engine.decoder, self.engine.settings.seed
+        made: dict[Attempt, list[list[int]]] = {}
+        for record in self.engine.journal.records():
+            if record.request_id and (request_ids is None or record.request_id in request_ids):
+                plan = decoder.plan(f"{seed}:{record.request_id}:0:0", MAX_TOKENS)
+                ids = [*plan.content.raw(0, plan.content.length), *([EOS] if plan.finish_reason == "stop" else [])]
+                made.setdefault(attempt_of(record.request_id), []).append(ids)
+        return made
 
     async def _check_rows(self) -> None:
         """The database's own rows agree with the trainer."""
@@ -245,7 +271,7 @@ class SharedStory(Tale):
         return "\n".join(found)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {member.directory.name}\n{member.log()[-2500:]}" for member in self.members)
+        return "\n".join(f"--- {member.name}\n{member.log()[-2500:]}" for member in self.members)
 
     def tally(self) -> str:
         trainer = getattr(self, "trainer", None)
