@@ -1,19 +1,20 @@
 """Rows of the prompts file become groups while there is room for them, read by one replica at a time.
 
-What always holds: rows are read and submitted in one transaction that excludes every other reader, and the position
-read to is committed with the groups made of them; a reader that dies leaves nothing behind.
+What always holds: who reads excludes every other reader until what was read is committed, together with the position
+read to; a reader that dies leaves nothing behind; while the disk is read nobody waits but other readers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import structlog
 
 from rollout_service.core.model import GroupState, Prompt
+from rollout_service.core.shared import SharedRun, Whole
 from rollout_service.errors import RolloutServiceError
 from rollout_service.orchestrator.intake import READ_AHEAD, PromptSource
 from rollout_service.orchestrator.parts import Observer
@@ -46,7 +47,13 @@ class _Next(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
     follows: _Next
-    happened: Happened
+    happened: Happened = field(default_factory=Happened)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    position: int
+    rows: Sequence[Prompt]
 
 
 class Intake:
@@ -76,7 +83,7 @@ class Intake:
     async def _work(self) -> None:
         while True:
             try:
-                step = await self._store.try_exclusively(READER, self._step)
+                step = await self._store.try_exclusively(READER, self._read, self._step)
             except RolloutServiceError as error:
                 log.warning("prompts_wait", error=str(error))
                 await asyncio.sleep(RETRY_S)
@@ -92,34 +99,38 @@ class Intake:
                     continue
             await asyncio.sleep(DONE_S if self.done else ROOM_S)
 
-    async def _step(self, tx: Transaction) -> _Step:
-        """Read as many rows as there is room for. Raises what `take` raises."""
-        source, policy = self._source, self._rules.policy
-        nothing = Happened()
-        most = min(READ_AHEAD, policy.max_pending_groups)
-        if (most - tx.whole.counts[GroupState.PENDING]) * 2 < most and not self._ended(tx):
-            return _Step(follows=_Next.WAIT, happened=nothing)
+    async def _read(self, run: SharedRun, whole: Whole) -> _Read:
+        """Rows from where the run is, as many as there is room for."""
+        source = self._source
+        position = run.run.read_position if run.run.prompts_fingerprint == source.fingerprint else 0
+        if source.total is not None and position >= source.total:
+            return _Read(position=position, rows=())
+        most = min(READ_AHEAD, self._rules.policy.max_pending_groups)
+        room = most - whole.counts[GroupState.PENDING]
+        if room * 2 < most:
+            return _Read(position=position, rows=())
+        rows = await asyncio.to_thread(source.read, position, room)
+        return _Read(position=position, rows=rows[: fitting(rows, room, alone=self._alone)])
+
+    async def _step(self, read: _Read, tx: Transaction) -> _Step:
+        """Submit what was read. Raises what `take` raises."""
+        source = self._source
         await tx.hold_run()
         position = await self._align(tx)
         if source.total is not None and position >= source.total:
-            if not tx.run.run.final:
-                _, nothing = await take(tx, self._rules, [], final=True)
-            return _Step(follows=_Next.DONE, happened=nothing)
-        room = most - tx.whole.counts[GroupState.PENDING]
-        if room <= 0:
-            return _Step(follows=_Next.WAIT, happened=nothing)
-        rows = await asyncio.to_thread(source.read, position, room)
-        alone = self._rules.scoring.distillation
-        rows = rows[: fitting(rows, room, alone=alone)]
-        end = position + len(rows)
+            if tx.run.run.final:
+                return _Step(follows=_Next.DONE)
+            _, happened = await take(tx, self._rules, [], final=True)
+            return _Step(follows=_Next.DONE, happened=happened)
+        if not read.rows:
+            return _Step(follows=_Next.WAIT)
+        if read.position != position:  # the file is another one than the run had begun with
+            return _Step(follows=_Next.READ)
+        end = position + len(read.rows)
         last = source.total is not None and end >= source.total
-        good = await self._unknown_or_same(tx, rows, alone)
+        good = await self._unknown_or_same(tx, read.rows)
         _, happened = await take(tx, self._rules, good, final=last, read_position=end)
         return _Step(follows=_Next.DONE if last else _Next.READ, happened=happened)
-
-    def _ended(self, tx: Transaction) -> bool:
-        total = self._source.total
-        return total is not None and tx.run.run.read_position >= total
 
     async def _align(self, tx: Transaction) -> int:
         """Bring the run in line with the file; the position to read from."""
@@ -134,10 +145,14 @@ class Intake:
             await tx.set_run(replace(tx.run, run=run))
         return run.read_position
 
-    async def _unknown_or_same(self, tx: Transaction, rows: Sequence[Prompt], alone: bool) -> list[Submission]:
+    @property
+    def _alone(self) -> bool:
+        return self._rules.scoring.distillation
+
+    async def _unknown_or_same(self, tx: Transaction, rows: Sequence[Prompt]) -> list[Submission]:
         """Without rows whose identity is known with other content, which are left out loudly."""
         submissions = [Submission(prompt=row, digest=self._digest(row)) for row in rows]
-        if alone:
+        if self._alone:
             submissions = [each for submission in submissions for each in each_alone(submission)]
         before = await known(tx, submissions)
         good = []

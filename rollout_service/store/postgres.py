@@ -12,12 +12,13 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from rollout_service.core.group import Group, Lease
 from rollout_service.core.model import GroupState, Prompt
 from rollout_service.core.records import Batch, GroupPayload, Snapshot, StoredPrompt
-from rollout_service.core.shared import Overview, Replica
+from rollout_service.core.shared import Overview, Replica, SharedRun, Whole
 from rollout_service.errors import ConfigError, StoreUnavailable
 from rollout_service.store import postgres_queries as sql
 from rollout_service.store import postgres_read as read
@@ -30,6 +31,7 @@ from rollout_service.store.shared import Signal, Transaction
 if TYPE_CHECKING:
     from asyncpg import Connection, Record
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 _PLAIN_URL: Final = re.compile(r"(postgres(?:ql)?)://(?:[^@?/]*@)?([^@?/]*)(/[^@?]*)?(?:\?[^@]*)?")
@@ -189,12 +191,19 @@ class PostgresStore:
         self._tell(signals)
         return result
 
-    async def try_exclusively(self, name: str, work: Callable[[Transaction], Awaitable[T]]) -> T | None:
+    async def try_exclusively(
+        self,
+        name: str,
+        prepare: Callable[[SharedRun, Whole], Awaitable[P]],
+        work: Callable[[P, Transaction], Awaitable[T]],
+    ) -> T | None:
         async def if_free(connection: Connection[Record]) -> tuple[T | None, set[Signal]]:
             if not await connection.fetchval(sql.TRY_NAME, name):
                 return None, set()
+            run, whole, _ = await read.run(connection)
+            prepared = await prepare(run, whole)
             await connection.execute(sql.SHARE_RUN)
-            return await self._transacted(connection, work)
+            return await self._transacted(connection, partial(work, prepared))
 
         result, signals = await self._kept(self._open().run(if_free, first=sql.PLAN), shielded=False)
         self._tell(signals)

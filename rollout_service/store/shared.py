@@ -21,6 +21,7 @@ from rollout_service.core.records import Batch, GroupPayload, StoredPrompt
 from rollout_service.core.shared import Claimed, Overview, Replica, SharedRun, Whole
 from rollout_service.store.protocol import Store
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 
@@ -153,8 +154,17 @@ class SharedStore(Store, Protocol):
         through the transaction. Raises StoreUnavailable.
         """
 
-    async def try_exclusively(self, name: str, work: Callable[[Transaction], Awaitable[T]]) -> T | None:
-        """As `transact` with `exclusive`, but None at once where somebody else is in it. `work` returns no None."""
+    async def try_exclusively(
+        self,
+        name: str,
+        prepare: Callable[[SharedRun, Whole], Awaitable[P]],
+        work: Callable[[P, Transaction], Awaitable[T]],
+    ) -> T | None:
+        """As `transact` with `exclusive`, but None at once where somebody else is in it. `work` returns no None.
+
+        `prepare` runs first, alone under the name but before the run is locked, so that it may take a moment: what it
+        is given may have changed when `work` gets what it made.
+        """
 
     async def overview(self) -> Overview:
         """One consistent look, locking nothing."""

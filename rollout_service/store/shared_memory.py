@@ -12,16 +12,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from rollout_service.core.records import Batch
-from rollout_service.core.shared import Overview, Replica, SeenReplica
+from rollout_service.core.shared import Overview, Replica, SeenReplica, SharedRun, Whole
 from rollout_service.errors import ConfigError, StoreUnavailable
 from rollout_service.store.memory import MemoryStore
 from rollout_service.store.shared import Signal, Transaction
 from rollout_service.store.shared_memory_content import SharedContent
 from rollout_service.store.shared_memory_transaction import MemoryTransaction
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 
@@ -100,13 +102,21 @@ class SharedMemoryStore(MemoryStore):
         async with self._memory.lock:
             return await self._transaction(work, alone=alone, name=exclusive)
 
-    async def try_exclusively(self, name: str, work: Callable[[Transaction], Awaitable[T]]) -> T | None:
+    async def try_exclusively(
+        self,
+        name: str,
+        prepare: Callable[[SharedRun, Whole], Awaitable[P]],
+        work: Callable[[P, Transaction], Awaitable[T]],
+    ) -> T | None:
         self._check_open()
-        if name in self._memory.inside:
+        memory = self._memory
+        if name in memory.inside:
             await asyncio.sleep(0)
             return None
-        async with self._memory.lock:
-            return await self._transaction(work, alone=False, name=name)
+        with _Inside(memory.inside, name):
+            prepared = await prepare(memory.content.shared_run(), memory.content.whole())
+            async with memory.lock:
+                return await self._transaction(partial(work, prepared), alone=False, name=None)
 
     async def overview(self) -> Overview:
         self._check_open()

@@ -18,6 +18,7 @@ from rollout_service.core.model import (
     Turn,
 )
 from rollout_service.core.records import Batch, GroupScore, NewGroup, RowScore, RunState
+from rollout_service.core.shared import SharedRun, Whole
 
 MAX_STALENESS = 2
 N = 4
@@ -149,3 +150,7 @@ def scored(*seqs: int, version: int = 0) -> Batch:
 def leasing(made: Lease, *, version: int = 0) -> Batch:
     groups = {seq: leased(seq, made.lease_id, attempt=attempt, version=version) for seq, attempt in made.groups}
     return Batch(leases={made.lease_id: made}, groups=groups)
+
+
+async def at_once(run: SharedRun, whole: Whole) -> None:
+    """Prepares nothing."""

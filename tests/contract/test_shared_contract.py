@@ -19,7 +19,7 @@ from rollout_service.core.changes import Halt
 from rollout_service.core.group import Checkpoint, Group, Lease, LeaseState
 from rollout_service.core.model import GroupState, prompt_size
 from rollout_service.core.records import Batch, GroupPayload, RunState, StoredPrompt
-from rollout_service.core.shared import Claimed, Overview, Replica, SharedRun
+from rollout_service.core.shared import Claimed, Overview, Replica, SharedRun, Whole
 from rollout_service.core.streaks import Streak
 from rollout_service.errors import ConfigError, StoreUnavailable
 from rollout_service.store.postgres import PostgresStore
@@ -30,6 +30,7 @@ from tests.contract.store_samples import (
     ROWS,
     N,
     acked,
+    at_once,
     checkpoint,
     dropped,
     failed,
@@ -259,11 +260,35 @@ async def test_exclusively_is_tried_and_given_up_at_once_where_somebody_else_is_
     held = asyncio.create_task(store.transact(hold, exclusive="prompts"))
     await inside.wait()
     async with asyncio.timeout(WAIT_S):
-        assert await other.try_exclusively("prompts", enter) is None
-        assert await store.try_exclusively("prompts", enter) is None
+        assert await other.try_exclusively("prompts", at_once, lambda _, tx: enter(tx)) is None
+        assert await store.try_exclusively("prompts", at_once, lambda _, tx: enter(tx)) is None
     leave.set()
     assert await held == "held"
-    assert await other.try_exclusively("prompts", enter) == "entered"
+    assert await other.try_exclusively("prompts", at_once, lambda _, tx: enter(tx)) == "entered"
+
+
+async def test_what_is_prepared_exclusively_keeps_nobody_from_the_run(store: SharedStore, other: SharedStore) -> None:
+    inside, leave = asyncio.Event(), asyncio.Event()
+
+    async def prepare(run: SharedRun, whole: Whole) -> int:
+        inside.set()
+        await leave.wait()
+        return run.run.last_seq
+
+    async def work(prepared: int, transaction: Transaction) -> tuple[int, int]:
+        return prepared, transaction.run.run.last_seq
+
+    async def submit(transaction: Transaction) -> None:
+        await transaction.write(Batch(new_groups={1: new_group(1)}))
+        await transaction.set_run(replace(transaction.run, run=replace(transaction.run.run, last_seq=1)))
+
+    reading = asyncio.create_task(store.try_exclusively("prompts", prepare, work))
+    await inside.wait()
+    async with asyncio.timeout(WAIT_S):
+        assert await other.try_exclusively("prompts", at_once, lambda _, tx: submit(tx)) is None
+        await other.transact(submit, alone=True)
+    leave.set()
+    assert await reading == (0, 1)
 
 
 async def test_what_work_raises_leaves_the_exclusive_lock(store: SharedStore, other: SharedStore) -> None:
@@ -274,10 +299,10 @@ async def test_what_work_raises_leaves_the_exclusive_lock(store: SharedStore, ot
         return "entered"
 
     with pytest.raises(Undo):
-        await store.try_exclusively("prompts", fail)
+        await store.try_exclusively("prompts", at_once, lambda _, tx: fail(tx))
     with pytest.raises(Undo):
         await store.transact(fail, exclusive="prompts")
-    assert await other.try_exclusively("prompts", enter) == "entered"
+    assert await other.try_exclusively("prompts", at_once, lambda _, tx: enter(tx)) == "entered"
 
 
 async def test_two_transactions_with_the_same_new_prompt_end_as_one_group(handles: Handles) -> None:

@@ -11,7 +11,7 @@ from rollout_service.core.shared import Replica
 from rollout_service.errors import StoreUnavailable
 from rollout_service.store.shared import SharedStore, Signal, Transaction
 from rollout_service.store.shared_memory import SharedMemory, SharedMemoryStore
-from tests.contract.store_samples import MAX_STALENESS, dropped, lease, leased, pending, scored, submitted
+from tests.contract.store_samples import MAX_STALENESS, at_once, dropped, lease, leased, pending, scored, submitted
 
 A = Replica(replica_id="a", name="host-a", service="1.0", rules="r")
 
@@ -50,7 +50,7 @@ async def assert_out_of_reach(store: SharedStore) -> None:
         store.load(),
         store.commit(Batch()),
         store.transact(submit),
-        store.try_exclusively("prompts", submit),
+        store.try_exclusively("prompts", at_once, lambda _, tx: submit(tx)),
         store.overview(),
         store.join(A, lease_s=1),
         store.beat(A, lease_s=1),
