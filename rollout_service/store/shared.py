@@ -176,7 +176,10 @@ class SharedStore(Store, Protocol):
         """Extend the replica's claims to `lease_s` from now and keep what it says of itself; False: it was expelled."""
 
     async def expel(self) -> Sequence[str]:
-        """Take the claims of every replica whose time is over, and forget it; their names."""
+        """Take the claims of every replica whose time is over, and forget it; their names.
+
+        Claims of one that is known no more go too: it may have claimed while it was being expelled.
+        """
 
     async def leave(self, replica_id: str) -> None:
         """Give the replica's claims back and forget it."""

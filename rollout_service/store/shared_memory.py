@@ -179,7 +179,10 @@ class SharedMemoryStore(MemoryStore):
         def expelled(content: SharedContent, now: float) -> list[Signal]:
             over = [key for key, seen in content.replicas.items() if seen.expires_at <= now]
             names.extend(content.replicas[key].replica.name for key in over)
-            if not any([content.forget_replica(key) for key in over]):  # a list: every one of them is to be forgotten
+            # One that claimed while it was being expelled is known no more.
+            strangers = {owner for owner, _ in content.claims.values() if owner is not None} - content.replicas.keys()
+            forgotten = [content.forget_replica(key) for key in (*over, *sorted(strangers))]
+            if not any(forgotten):
                 return []
             content.row = replace(content.row, taken=content.row.taken + 1, revision=content.row.revision + 1)
             return [Signal.RUN, Signal.PENDING]

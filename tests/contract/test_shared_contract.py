@@ -976,6 +976,16 @@ async def test_replicas_that_expel_at_the_same_time_expel_once(handles: Handles)
     assert (await stores[0].overview()).run.taken == 1
 
 
+async def test_claims_of_a_replica_that_is_known_no_more_are_taken_too(store: SharedStore, other: SharedStore) -> None:
+    await other.join(replica("b"), lease_s=60)
+    await write(store, submitted(1, 2))
+    await write(store, Batch(groups={1: generating(1)}), owner="a")  # it was expelled while it claimed
+    await write(other, Batch(groups={2: generating(2)}), owner="b")
+    assert list(await other.expel()) == []
+    assert (await other.overview()).run.taken == 1
+    assert await ask(other, lambda transaction: transaction.claims([1, 2])) == {1: (None, 1), 2: ("b", 1)}
+
+
 async def test_a_replica_that_leaves_gives_its_claims_back(store: SharedStore, other: SharedStore) -> None:
     await store.join(replica("a"), lease_s=60)
     await write(store, submitted(1))
