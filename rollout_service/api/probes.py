@@ -33,6 +33,8 @@ def not_ready(ctx: Context, *, details: bool) -> list[str]:
     """Why this service should not be relied on now; without `details` nothing an engine, a path or a prompt said."""
     view = ctx.orchestrator.status()
     reasons = []
+    if view.closing:
+        reasons.append("the service is ending")
     if view.halt is not None:
         halt = view.halt
         where = f" at {halt.engine}" if halt.engine else ""

@@ -157,4 +157,5 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
             waiting_lease_calls=len(writer.line),
             read_position=writer.run.read_position,
             now=self._clock(),
+            closing=writer.closing,
         )

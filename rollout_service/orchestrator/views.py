@@ -95,6 +95,8 @@ class StatusView:
     waiting_lease_calls: int
     read_position: int
     now: float
+    closing: bool = False
+    """The service is ending."""
     other_slots_total: int = 0
     other_slots_used: int = 0
     """Of the other replicas that live; those above are this one's own."""

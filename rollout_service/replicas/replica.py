@@ -41,6 +41,9 @@ log = structlog.get_logger(__name__)
 EXPIRE_S = 0.5
 """Between two looks for leases whose time is over; an ack or a renewal that comes later is judged by their time."""
 
+GIVE_BACK_S = 10.0
+"""How long groups are kept without a healthy engine while other replicas have some: an engine's restart is longer, a
+hiccup shorter."""
 LOOK_S = 1.0
 """How long a look for people and for Prometheus may take; then they get the last one."""
 
@@ -57,6 +60,24 @@ class ReplicaSettings:
     """Version of the service."""
     rules: str = ""
     """Digest of what must be equal for all replicas of a run."""
+
+
+class Condition:
+    """Something that has to last."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def lasted(self, holds: bool, seconds: float, now: float) -> bool:
+        """Whether it has held for so long; then it begins anew."""
+        if not holds:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        if now - self._since < seconds:
+            return False
+        self._since = None
+        return True
 
 
 class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
@@ -102,7 +123,8 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         self._intake = (
             Intake(source, digest, store, rules, observer) if source is not None and digest is not None else None
         )
-        self._missing_since: float | None = None
+        self._without, self._nowhere = Condition(), Condition()
+        """No engine is healthy here; nor at any other replica."""
         self._paced: Collection[int] = ()
         """As of the last look for people."""
         self._housekeeping: asyncio.Task[None] | None = None
@@ -196,23 +218,31 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
             await asyncio.sleep(EXPIRE_S)
 
     async def _watch_engines(self) -> None:
-        """With groups to generate and no healthy engine anywhere for `engine_wait_s`, fail one (design 3.2.5)."""
+        """With groups to generate and no healthy engine anywhere for `engine_wait_s`, fail one (design 3.2.5).
+
+        Where other replicas have engines, they get the groups held here.
+        """
         overview = self.watch.overview
         run, counts = overview.run, overview.whole.counts
+        here, others = self._engines.healthy_capacity() > 0, self._others_have_engines()
         stopped = run.halt is not None or run.run.paused or run.run.policy_version < self._policy.wait_for_version
-        helped = self._engines.healthy_capacity() > 0 or any(
-            seen.replica.healthy_engines for seen in overview.replicas if seen.expires_at > overview.now
-        )
         wanted = counts[GroupState.PENDING] > 0 or self._resident.core.wants_engine
-        if stopped or helped or not wanted:
-            self._missing_since = None
-        elif self._missing_since is None:
-            self._missing_since = self._clock()
-        elif self._clock() - self._missing_since >= self._rules.engine_wait_s:
-            self._missing_since = None
+        if self._without.lasted(not here and others and bool(self._resident.claims), GIVE_BACK_S, self._clock()):
+            self.heart.lost_store("no engine is healthy here, and other replicas have some")
+        if self._nowhere.lasted(
+            wanted and not stopped and not here and not others, self._rules.engine_wait_s, self._clock()
+        ):
             if not self._resident.core.wants_engine:
                 await self._claims.claim_one()
             self._resident.give_up_waiting()
+
+    def _others_have_engines(self) -> bool:
+        overview, me = self.watch.overview, self._resident.replica_id
+        return any(
+            seen.replica.healthy_engines
+            for seen in overview.replicas
+            if seen.expires_at > overview.now and seen.replica.replica_id != me
+        )
 
     # looking
 
@@ -254,6 +284,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
             now=self._clock(),
             replicas=overview.replicas,
             store_now=overview.now,
+            closing=self._closing,
             replica_id=resident.replica_id,
         )
 

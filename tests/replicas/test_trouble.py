@@ -131,3 +131,35 @@ async def test_groups_that_fail_whole_halt_every_replica():
         assert (await world.counts())[S.DROPPED] >= 32
         await one.door.resume()
         assert two.door.resident.core.halt is None
+
+
+async def test_a_replica_without_engines_leaves_its_groups_to_those_that_have_some():
+    async with World(policy=FOUR) as world:
+        one, two = await world.join(), await world.join()
+        two.engines.capacity = 0
+        await two.door.submit([submission("a")])
+        await until(lambda: len(one.runner.held) == 4, "at work")
+        one.engines.capacity, two.engines.capacity = 0, 10
+        await two.door.heart.beat()
+        await until(
+            lambda: [seen.replica.healthy_engines for seen in one.door.watch.overview.replicas][1:] == [1], "known"
+        )
+        await asyncio.sleep(0.6)  # housekeeping has seen it once
+        world.clock.now += 9
+        await two.door.heart.beat()
+        await one.door.heart.beat()
+        assert not one.runner.cancelled, "a hiccup is waited out"
+        world.clock.now += 2
+        await two.door.heart.beat()
+        await one.door.heart.beat()
+        await until(lambda: len(two.runner.held) == 4, "taken over")
+        assert len(one.runner.cancelled) == 4
+
+
+async def test_a_replica_that_is_ending_is_not_ready():
+    async with World(policy=FOUR) as world:
+        one = await world.join()
+        assert not one.door.status().closing
+        await one.door.stop()
+        world.members.remove(one)
+        assert one.door.status().closing

@@ -207,7 +207,6 @@ async def test_cut_off_from_the_engines_it_takes_no_more_work_and_others_do(tell
         resume(story)
         await to_the_end(story, next(names))
         assert victim.begun == 1
-        assert "claims_abandoned" not in victim.log()
 
 
 async def test_groups_of_one_that_lost_its_engines_are_generated_by_others(tell: Tell, network: Network):
