@@ -44,18 +44,21 @@ class Heart:
         self.error: str | None = "not joined yet"
         """Why nothing is worked for; None while the claims are safe."""
         self._lost = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Raises ConfigError, StoreUnavailable."""
         await self._join()
-        self._task = asyncio.create_task(self._work(), name="heart")
+        self._tasks = [
+            asyncio.create_task(self._work(), name="heart"),
+            asyncio.create_task(self._watch_others(), name="expel"),
+        ]
 
     async def stop(self) -> None:
         """No more beats; the claims are given back."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._resident.replica_id:
             await self._store.leave(self._resident.replica_id)
 
@@ -104,7 +107,6 @@ class Heart:
             try:
                 async with asyncio.timeout(left):
                     await self.beat()
-                    await self._store.expel()
                 said = False
             except (StoreUnavailable, TimeoutError) as error:
                 if not said:
@@ -116,6 +118,18 @@ class Heart:
                     await self._lost.wait()
             except TimeoutError:
                 pass  # time for the next one
+
+    async def _watch_others(self) -> None:
+        """Take over from those whose time is over. Apart from the heartbeat: it waits for locks."""
+        while True:
+            await asyncio.sleep(self._lease_s / BEATS)
+            try:
+                for name in await self._store.expel():
+                    log.warning("replica_expelled", name=name, action="its groups are taken over")
+            except StoreUnavailable as error:
+                log.debug("expel_waits", error=str(error))  # the heartbeat says it aloud
+            except Exception:  # a fault of ours must not keep the dead one's groups for ever
+                log.exception("expel_raised")
 
     async def _come_back(self) -> None:
         await self._resident.abandon(self.error or "the store was lost")

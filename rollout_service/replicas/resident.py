@@ -166,6 +166,8 @@ class Resident(Workshop):
 
     def adopt(self, adopted: Adopted) -> None:
         """Work for groups that were claimed just now."""
+        # One that somebody took from us and left again: what we still have of it is of the claim before.
+        self._drop([group.seq for group in adopted.groups if group.seq in self.claims])
         for group in adopted.groups:
             self.claims[group.seq] = adopted.claims[group.seq]
             self.prompts.add(group.seq, adopted.prompts[group.seq])

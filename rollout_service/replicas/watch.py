@@ -143,6 +143,7 @@ class Watch:
             except StoreUnavailable as error:
                 log.debug("watch_waits", error=str(error))  # the heartbeat says it aloud
                 await asyncio.sleep(POLL_S)
-            except Exception:  # a fault of ours must not make this replica deaf
+            except Exception as error:  # a fault of ours must not make this replica deaf: it begins again
                 log.exception("watch_raised")
+                self._heart.lost_store(f"a change of the run could not be followed: {error!r}")
                 await asyncio.sleep(POLL_S)
