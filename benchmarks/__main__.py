@@ -29,6 +29,7 @@ BENCHES = (
     "prefetch",
     "memory",
     "restart",
+    "replicas",
 )
 """In the order of the table."""
 

@@ -3,9 +3,9 @@
 What is measured: one service on SQLite, and 1, 2 and 4 replicas on a PostgreSQL of their own that syncs to a real
 disk; the same rollouts in flight over all of them, the same lean engine, the same trainer. Groups a second are what the
 machine's cores allow, and everything runs on them: so CPU for a group stands beside it, of the services and of all
-processes of the database, from which other machines can be reckoned. Then, with little else to do: a claim, a lease, an
-ack, and the time from `POST /policy_version` at one of four replicas to the last abort of all of them, with
-notifications and, through a PgBouncer in transaction mode, without.
+processes of the database, from which other machines can be reckoned; at full load and at a rate far below. Then, with
+little else to do: a claim, a lease, an ack, and the time from `POST /policy_version` at one of four replicas to the last
+abort of all of them, with notifications and, through a PgBouncer in transaction mode, without.
 
     python -m benchmarks.replicas [--rounds 5] [--quick]
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,30 @@ import pytest
 from benchmarks import processes
 from benchmarks.aborts import last_ends
 from benchmarks.load import GROUP, MOST_WARM_UP, Times
-from benchmarks.processes import Service, cpu_seconds, helpers_cpu_seconds, module, wait_for
+from benchmarks.processes import cpu_seconds, helpers_cpu_seconds, module, wait_for
+from benchmarks.replicas_figures import (
+    BUMP_IN_FLIGHT,
+    BUMPED,
+    CALM,
+    COUNTS,
+    FULL,
+    LEASED,
+    PENDING,
+    POLLED,
+    PUSHED,
+    Bumps,
+    Calls,
+    Load,
+    Milliseconds,
+    Setting,
+    bumps_figures,
+    calls_figures,
+    claims_figures,
+    costs_figures,
+    floor_figure,
+    name_of,
+    rates_figures,
+)
 from benchmarks.replicas_world import (
     Counted,
     commits_per_s,
@@ -42,9 +64,8 @@ from benchmarks.replicas_world import (
     pooled,
     server_cpu_seconds,
     services,
-    urls,
 )
-from benchmarks.report import Figure, alternate, below, median, percentile, run_alone, say, shown
+from benchmarks.report import Figure, alternate, run_alone, say
 from benchmarks.serving import Engine, submit
 from benchmarks.trainer import MAX_GROUPS, RANKS, Rank
 from rollout_service.core.group import GroupPolicy
@@ -58,25 +79,19 @@ from tests.postgres_cluster import Cluster
 from tests.postgres_pooler import pgbouncer
 from trainer_client.binary import ACCEPT, decode_lease
 
-COUNTS = (1, 2, 4)
-SQLITE = "SQLite"
 SQLITE_URL = "sqlite:///bench.db"
-IN_FLIGHT, LATENCY_S, JITTER = 256, 0.05, 0.25
-"""Of all replicas together: more than the cores can do, so that they are full whatever stands in the middle."""
+JITTER = 0.25
 TIMES, QUICK_TIMES = Times(4.0, 8.0), Times(2.0, 3.0)
-MIN_GROUPS = 4
 EXTRA_S = 150.0
 
 CLAIM_EVERY_S = 0.05
 CLAIMS, QUICK_CLAIMS = 200, 20
-PENDING = 2000
 STALENESS = 1
 """The service's default."""
 
-LEASES, QUICK_LEASES, LEASED = 60, 10, 8
+LEASES, QUICK_LEASES = 60, 10
 FILL_S = 120.0
 
-BUMPED, BUMP_IN_FLIGHT = 4, 256
 BUMP_LATENCY_S = 600.0
 """So long that only an abort ends a request."""
 POSTS, FEWEST_POSTS, QUICK_POSTS = 40, 8, 2
@@ -84,26 +99,6 @@ POSTS, FEWEST_POSTS, QUICK_POSTS = 40, 8, 2
 SETTLE_S = 1.2
 """Younger requests are told to abort twice, in case the abort overtakes them."""
 WITHIN_S = 30.0
-PUSHED, POLLED = "pushed", "polled"
-WAYS = {PUSHED: "by notifications", POLLED: "by polling, through PgBouncer in transaction mode"}
-
-MACHINE_NOTE = (
-    "Services, database, engine and trainer share the machine's cores, and fill them: more replicas cannot give more "
-    "here. What they would give elsewhere follows from CPU for a group: a replica has one core to itself, the database "
-    "as many as it has."
-)
-
-
-Milliseconds = tuple[float, ...]
-
-
-def name_of(count: int) -> str:
-    """Of a way to run the services; 0: one on SQLite."""
-    if count == 0:
-        return SQLITE
-    return f"{count} replica{'s' if count > 1 else ''}"
-
-
 # --- groups a second, and what a group costs
 
 
@@ -117,25 +112,8 @@ class Job:
     """First process of the PostgreSQL."""
     database: str | None
     times: Times
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """One run under full load. CPU, commits and the like are for one group delivered and acked."""
-
-    groups_per_s: float
-    service_cpu_ms: float
-    """Of all services."""
-    helpers_cpu_ms: float
-    """Of their reward workers."""
-    server_cpu_ms: float = 0.0
-    commits: float = 0.0
-    wal_bytes: float = 0.0
-    held_ms: float = 0.0
-    """Time its row was locked, about: the mean length of a transaction for each of its updates."""
-    transaction_ms: float = 0.0
-    claim_ms: Milliseconds = ()
-    """Of single claims by one more claimer meanwhile."""
+    in_flight: int
+    min_groups: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,17 +129,26 @@ class Mark:
     counted: Counted
 
 
-def load(engine_url: str, cluster: Cluster, count: int, times: Times) -> Load:
-    """`count` replicas under full load; 0: one service on SQLite."""
+def load(engine_url: str, cluster: Cluster, setting: Setting, count: int, times: Times) -> Load:
+    """`count` replicas under a load; 0: one service on SQLite."""
     processes.new_run(engine_url)
     with ExitStack() as stack:
         url = SQLITE_URL if count == 0 else stack.enter_context(database(cluster))
-        running = stack.enter_context(services(max(1, count), engine_url, store=url, in_flight=IN_FLIGHT, file=True))
-        server, shared = (None, None) if count == 0 else (cluster.pid(), url)
-        job = Job(urls=urls(running), pids=pids(running), server=server, database=shared, times=times)
+        running = stack.enter_context(
+            services(max(1, count), engine_url, store=url, in_flight=setting.in_flight, file=True)
+        )
+        job = Job(
+            urls=[service.url for service in running],
+            pids=[service.pid for service in running],
+            server=cluster.pid() if count else None,
+            database=url if count else None,
+            times=times,
+            in_flight=setting.in_flight,
+            min_groups=setting.min_groups,
+        )
         with training(job) as found:
             # After the window: what one more claimer costs is no part of the load.
-            return found if shared is None else replace(found, claim_ms=asyncio.run(_claims_beside(shared, times)))
+            return replace(found, claim_ms=asyncio.run(_claims_beside(url, times))) if count else found
 
 
 @contextmanager
@@ -199,7 +186,7 @@ def train(job: Job) -> None:
     """Leases and acks at every replica until stdin ends; prints one JSON line about the window."""
     stop = threading.Event()
     at = [job.urls[number % len(job.urls)] for number in range(max(RANKS, len(job.urls)))]
-    ranks = [Rank(url, MIN_GROUPS, max(MAX_GROUPS, IN_FLIGHT // GROUP), stop) for url in at]
+    ranks = [Rank(url, job.min_groups, max(MAX_GROUPS, job.in_flight // GROUP), stop) for url in at]
     for rank in ranks:
         rank.start()
 
@@ -210,7 +197,7 @@ def train(job: Job) -> None:
 
     begun = time.monotonic()
     while (now := time.monotonic()) < begun + job.times.warm_up_s or (
-        acked() < IN_FLIGHT and now < begun + MOST_WARM_UP * job.times.warm_up_s
+        acked() < job.in_flight and now < begun + MOST_WARM_UP * job.times.warm_up_s
     ):
         time.sleep(0.05)
     first = _mark(job, acked())
@@ -259,10 +246,6 @@ def difference(first: Mark, last: Mark) -> Load:
         held_ms=transaction_ms * (after.moves - before.moves) / groups,
         transaction_ms=transaction_ms,
     )
-
-
-def pids(running: Sequence[Service]) -> list[int]:
-    return [service.pid for service in running]
 
 
 # --- one claim
@@ -326,19 +309,13 @@ def quiet_claims(engine_url: str, cluster: Cluster, count: int) -> Milliseconds:
 # --- one lease, one ack
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
-    """Single calls of a trainer, one after the other, with nothing else to do."""
-
-    lease_ms: Milliseconds
-    ack_ms: Milliseconds
-
-
 def calls(engine_url: str, cluster: Cluster, count: int, leases: int) -> Calls:
     """Leases of `LEASED` ready groups each and their acks, at `count` replicas in turn; 0: one service on SQLite."""
     with ExitStack() as stack:
         url = SQLITE_URL if count == 0 else stack.enter_context(database(cluster))
-        running = stack.enter_context(services(max(1, count), engine_url, store=url, in_flight=IN_FLIGHT, file=False))
+        running = stack.enter_context(
+            services(max(1, count), engine_url, store=url, in_flight=FULL.in_flight, file=False)
+        )
         submit(running[0].url, leases * LEASED)
         clients = [stack.enter_context(httpx.Client(base_url=one.url, timeout=60)) for one in running]
 
@@ -367,16 +344,6 @@ def _lease(http: httpx.Client) -> tuple[float, float]:
 
 
 # --- a new version
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bumps:
-    """From the call of `POST /policy_version`, one value a post."""
-
-    aborted_ms: Milliseconds
-    """To the end of the last stale request of any replica, by the engine's journal."""
-    answered_ms: Milliseconds
-    """To the answer."""
 
 
 def bumps(engine_url: str, cluster: Cluster, posts: int, *, pooler: bool) -> Bumps:
@@ -422,152 +389,35 @@ def _bump_ways(engine_url: str, cluster: Cluster, posts: int) -> dict[str, Calla
 
 
 def measure(rounds: int, *, quick: bool) -> list[Figure]:
-    times = QUICK_TIMES if quick else TIMES
     with database_server() as cluster:
         floor = {clients: commits_per_s(cluster, clients, 1 if quick else 5) for clients in (1, 16)}
-        with processes.lean_engine(LATENCY_S, jitter=JITTER) as engine_url:
-            counts = {SQLITE: 0} | {name_of(count): count for count in COUNTS}
-            loads = alternate(
-                rounds, {name: partial(load, engine_url, cluster, count, times) for name, count in counts.items()}
-            )
+        calm = _loads(cluster, CALM, rounds, quick=quick)
+        full = _loads(cluster, FULL, rounds, quick=quick)
+        with processes.lean_engine(FULL.latency_s, jitter=JITTER) as engine_url:
             number = QUICK_CLAIMS if quick else CLAIMS
             quiet = alternate(rounds, {"claims": partial(quiet_claims, engine_url, cluster, number)})["claims"]
             number = QUICK_LEASES if quick else LEASES
-            leases = alternate(
-                rounds,
-                {name: partial(calls, engine_url, cluster, counts[name], number) for name in (SQLITE, name_of(2))},
-            )
+            ways = {name_of(count): partial(calls, engine_url, cluster, count, number) for count in (0, 2)}
+            leases = alternate(rounds, ways)
         posts = QUICK_POSTS if quick else max(FEWEST_POSTS, -(-POSTS // rounds))
         with processes.lean_engine(BUMP_LATENCY_S) as engine_url:
             told = alternate(rounds, _bump_ways(engine_url, cluster, posts))
-    return [*_rates(loads), *_costs(loads, floor), *_claims(quiet, loads), *_calls(leases), *_bumps(told)]
-
-
-def _rates(loads: Mapping[str, Sequence[Load]]) -> list[Figure]:
-    figures = []
-    for count in (0, *COUNTS):
-        runs = loads[name_of(count)]
-        rate = median(run.groups_per_s for run in runs)
-        cores = median(run.groups_per_s * (run.service_cpu_ms + run.helpers_cpu_ms + run.server_cpu_ms) for run in runs)
-        figures.append(
-            Figure(
-                key=f"replicas_groups_per_s_{count or 'sqlite'}",
-                what=f"groups/s delivered and acked by {name_of(count)}, {IN_FLIGHT} in flight in all",
-                value=rate,
-                unit="/s",
-                beside=f"{shown(GROUP * rate, '/s')} completions; {cores / 1000:.2f} cores, {os.cpu_count()} there are",
-                runs=tuple(run.groups_per_s for run in runs),
-                note=MACHINE_NOTE,
-            )
-        )
-    return figures
-
-
-def _costs(loads: Mapping[str, Sequence[Load]], floor: Mapping[int, float]) -> list[Figure]:
-    figures = []
-    for count in (0, *COUNTS):
-        runs = loads[name_of(count)]
-        helpers = median(run.helpers_cpu_ms for run in runs)
-        figures.append(
-            Figure(
-                key=f"replicas_service_cpu_ms_{count or 'sqlite'}",
-                what=f"CPU of {name_of(count)} for a group of {GROUP} completions",
-                value=median(run.service_cpu_ms for run in runs),
-                unit="ms",
-                beside=f"reward workers {shown(helpers, 'ms')}",
-                runs=tuple(run.service_cpu_ms for run in runs),
-            )
-        )
-    for count in COUNTS:
-        runs = loads[name_of(count)]
-        value = median(run.server_cpu_ms for run in runs)
-        figures += [
-            Figure(
-                key=f"replicas_database_cpu_ms_{count}",
-                what=f"CPU of all PostgreSQL's processes for a group, {name_of(count)}",
-                value=value,
-                unit="ms",
-                beside=f"{shown(1000 / value, '/s')} groups for each core of the database; "
-                f"{median(run.wal_bytes for run in runs) / 1000:.1f} kB of WAL",
-                runs=tuple(run.server_cpu_ms for run in runs),
-            ),
-            Figure(
-                key=f"replicas_transactions_{count}",
-                what=f"transactions for a group, {name_of(count)}",
-                value=median(run.commits for run in runs),
-                beside=f"{shown(median(run.transaction_ms for run in runs), 'ms')} each; a group's row is locked "
-                f"{shown(median(run.held_ms for run in runs), 'ms')} in its life",
-                runs=tuple(run.commits for run in runs),
-            ),
-        ]
-    figures.append(
-        Figure(
-            key="postgres_commits_per_s",
-            what="durable commits/s of this PostgreSQL, one row each, 16 at a time (pgbench)",
-            value=floor[16],
-            unit="/s",
-            beside=f"one at a time {shown(floor[1], '/s')}, {shown(1000 / floor[1], 'ms')} each",
-        )
-    )
-    return figures
-
-
-def _claims(quiet: Sequence[Milliseconds], loads: Mapping[str, Sequence[Load]]) -> list[Figure]:
-    figures = [_latency("claim", f"one claim of a group among {PENDING:,} pending ones, nothing else to do", quiet)]
-    for count in COUNTS:
-        full = [run.claim_ms for run in loads[name_of(count)] if run.claim_ms]
-        if full:
-            what = f"the same by one more beside {name_of(count)} under full load"
-            figures.append(_latency(f"claim_full_{count}", what, full))
-        else:
-            say(f"no figure of claims beside {name_of(count)}: nothing was pending")
-    return figures
-
-
-def _calls(leases: Mapping[str, Sequence[Calls]]) -> list[Figure]:
-    replicas, alone = leases[name_of(2)], leases[SQLITE]
     return [
-        _latency(
-            f"{call}_replica",
-            f"{title} of {LEASED} ready groups through a replica, nothing else to do",
-            [getattr(run, f"{call}_ms") for run in replicas],
-            beside=[getattr(run, f"{call}_ms") for run in alone],
-        )
-        for call, title in (("lease", "a lease"), ("ack", "an ack"))
+        *rates_figures(full),
+        *costs_figures(full, "full load", ""),
+        *costs_figures(calm, f"{CALM.in_flight / CALM.latency_s:g} completions/s", "_calm"),
+        floor_figure(floor),
+        *claims_figures(quiet, full),
+        *calls_figures(leases),
+        *bumps_figures(told),
     ]
 
 
-def _latency(key: str, what: str, runs: Sequence[Milliseconds], beside: Sequence[Milliseconds] = ()) -> Figure:
-    """A median, with the p99 of all beside it."""
-    everything = [value for run in runs for value in run]
-    text = f"p99 {shown(percentile(everything, 0.99), 'ms')} of {len(everything)}"
-    if beside:
-        others = [value for run in beside for value in run]
-        text += f"; {SQLITE} {shown(median(others), 'ms')}, p99 {shown(percentile(others, 0.99), 'ms')}"
-    return Figure(
-        key=f"{key}_ms", what=what, value=median(everything), unit="ms", beside=text, runs=tuple(map(median, runs))
-    )
-
-
-def _bumps(told: Mapping[str, Sequence[Bumps]]) -> list[Figure]:
-    figures = []
-    for way, runs in told.items():
-        aborted = [value for run in runs for value in run.aborted_ms]
-        answered = [value for run in runs for value in run.answered_ms]
-        figures.append(
-            Figure(
-                key=f"bump_p99_ms_{BUMPED}_{way}",
-                what=f"from POST /policy_version at one of {BUMPED} replicas to the last abort, p99, {WAYS[way]}",
-                value=percentile(aborted, 0.99),
-                unit="ms",
-                beside=f"median {shown(median(aborted), 'ms')} of {len(aborted)}; the answer came after "
-                f"{shown(median(answered), 'ms')}, p99 {shown(percentile(answered, 0.99), 'ms')}",
-                goal=below(250),
-                runs=tuple(percentile(run.aborted_ms, 0.99) for run in runs),
-                note=f"{BUMP_IN_FLIGHT} rollouts in flight over all; after a version they are started again meanwhile.",
-            )
-        )
-    return figures
+def _loads(cluster: Cluster, setting: Setting, rounds: int, *, quick: bool) -> Mapping[str, Sequence[Load]]:
+    times = QUICK_TIMES if quick else TIMES
+    with processes.lean_engine(setting.latency_s, jitter=JITTER, stagger=setting.in_flight) as engine_url:
+        ways = {name_of(count): partial(load, engine_url, cluster, setting, count, times) for count in (0, *COUNTS)}
+        return alternate(rounds, ways)
 
 
 def main() -> None:

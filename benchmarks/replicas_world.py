@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,7 +182,3 @@ def commits_per_s(cluster: Cluster, clients: int, seconds: int) -> float:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith("tps = "))
     return float(line.split()[2])
-
-
-def urls(running: Sequence[Service]) -> list[str]:
-    return [service.url for service in running]

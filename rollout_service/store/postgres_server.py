@@ -64,6 +64,7 @@ _COLLISIONS: Final = (
     OutdatedSchemaCacheError,
 )
 _LOST: Final = (
+    InternalClientError,  # the server ended an idle transaction, and the driver has not read so yet
     asyncpg.PostgresConnectionError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
