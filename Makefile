@@ -8,7 +8,7 @@ ACCEPTANCE ?= ../shared/acceptance
 PIP := $(PY) -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help env engine demo demo-trl demo-tools demo-distill test acceptance compose-test soak mutants check format bench bench-scaling bench-staleness lock clean clean-all
+.PHONY: help env engine demo demo-trl demo-tools demo-distill test acceptance compose-test soak soak-replicas mutants check format bench bench-scaling bench-staleness lock clean clean-all
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
@@ -80,6 +80,11 @@ soak: $(READY)  ## the long proofs: 300 kills, two runs of 1,000 prompts, a mill
 	@$(PY) -m pytest -m long
 	@$(PY) -m tests.durability.soak --kills $(or $(KILLS),300) --prompts $(or $(PROMPTS),1000)
 	@$(PY) -m benchmarks.soak_groups --groups $(or $(GROUPS),1000000)
+
+soak-replicas: $(READY)  ## replicas killed at random, 300 times, and one every 5 s for two minutes (KILLS=); 250 simulated runs of replicas
+	@REPLICA_FIRST_SEED=24 REPLICA_SEEDS=250 $(PY) -m pytest -q tests/simulation/test_replica_simulation.py
+	@$(PY) -m pytest -m long tests/replicas_chaos; code=$$?; [ $$code -eq 0 ] || [ $$code -eq 5 ]
+	@$(PY) -m tests.replicas_chaos.soak --kills $(or $(KILLS),300)
 
 mutants: $(READY)  ## take each safeguard away in a copy and see its test fail
 	@$(PY) -m mutants.run

@@ -4,8 +4,8 @@ What is measured: one service on SQLite, and 1, 2 and 4 replicas on a PostgreSQL
 disk; the same rollouts in flight over all of them, the same lean engine, the same trainer. Groups a second are what the
 machine's cores allow, and everything runs on them: so CPU for a group stands beside it, of the services and of all
 processes of the database, from which other machines can be reckoned; at full load and at a rate far below. Then, with
-little else to do: a claim, a lease, an ack, and the time from `POST /policy_version` at one of four replicas to the last
-abort of all of them, with notifications and, through a PgBouncer in transaction mode, without.
+little else to do: a claim, a lease, an ack, and the time from `POST /policy_version` at one of four replicas to the
+last abort of all of them, with notifications and, through a PgBouncer in transaction mode, without.
 
     python -m benchmarks.replicas [--rounds 5] [--quick]
 """

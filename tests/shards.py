@@ -1,6 +1,6 @@
-"""All tests, in two pytest processes side by side: most wait for a process or a clock, and two cores are idle then.
+"""All tests, in three pytest processes side by side: most wait for a process or a clock, and two cores are idle then.
 
-What always holds: each test file is in exactly one shard (the second takes whatever the first does not name); each
+What always holds: each test file is in exactly one shard (the last takes whatever the others do not name); each
 shard's output is printed whole, one after the other; the exit status is 0 only where both passed.
 """
 
@@ -15,20 +15,21 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-FIRST = ("e2e", "monitoring", "page", "simulation", "core")
-"""About half of the time: whatever runs a real vLLM server stays in one process, so that no two of them run at once."""
+NAMED = (("e2e", "monitoring", "page", "core"), ("contract", "durability", "replicas", "replicas_chaos", "simulation"))
+"""About a third of the time each. Whatever runs a real vLLM server stays in one process, so that no two of them run at
+once, and so do the databases."""
 LIMIT_S = 50 * 60.0
 """Twice what both take here; pytest-timeout cannot end a test that waits on uvloop, which swallows its signal."""
 NO_TESTS = 5
 """pytest's exit status where `-k` or `-m` left nothing of a shard."""
 
 
-def shards(folder: Path = TESTS) -> tuple[list[str], list[str]]:
-    """Paths of both shards, relative to the repository."""
+def shards(folder: Path = TESTS) -> list[list[str]]:
+    """Paths of each shard, relative to the repository."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("test_*.py")))
-    first = [f"{folder.name}/{name}" for name in names if name in FIRST]
-    second = [f"{folder.name}/{name}" for name in names if name not in FIRST]
-    return first, second
+    rest = [name for name in names if not any(name in named for named in NAMED)]
+    parts = [*([name for name in names if name in named] for named in NAMED), rest]
+    return [[f"{folder.name}/{name}" for name in part] for part in parts]
 
 
 def _ended(process: subprocess.Popen[bytes], started: float) -> int:
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
             sys.stdout.flush()
             sys.stdout.buffer.write(log.read_bytes())
             sys.stdout.flush()
-    sys.stdout.write(f"=== both shards: {time.monotonic() - started:.0f} s\n")
+    sys.stdout.write(f"=== all shards: {time.monotonic() - started:.0f} s\n")
     chosen = any(argument.startswith(("-k", "-m")) for argument in arguments)
     return max(0 if code == NO_TESTS and chosen else abs(code) for code in codes)
 

@@ -104,7 +104,10 @@ Again = Callable[[Store], Awaitable[Store]]
 
 @pytest.fixture(params=["as it is", "reopened", "crashed"])
 def again(request: pytest.FixtureRequest, medium: Medium) -> Again:
-    """The store itself, closed and opened again, or found by another process after a kill."""
+    """The store itself, closed and opened again, or found by another process after a kill.
+
+    To a database, which is another process, all three are the same: conftest leaves the last one.
+    """
 
     async def same(store: Store) -> Store:
         return store

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from rollout_service.core.model import GroupState, Scores
+from rollout_service.core.records import Batch
 from rollout_service.core.scheduler import Policy
 from rollout_service.orchestrator import LeaseRequest, LeaseStatus
+from rollout_service.store.shared import Transaction
 from tests.fakes import finished, submission, until
 from tests.replicas.test_replicas import at_once
 from tests.replicas.world import World
@@ -163,3 +165,21 @@ async def test_a_replica_that_is_ending_is_not_ready():
         await one.door.stop()
         world.members.remove(one)
         assert one.door.status().closing
+
+
+async def test_what_was_lost_without_a_word_is_not_settled():
+    async with World(policy=FOUR) as world:
+        one = await world.join()
+        await one.door.submit([submission("a")])
+        await until(lambda: len(one.runner.held) == 4, "at work")
+
+        async def steal(tx: Transaction) -> None:
+            group = (await tx.groups([1]))[1].group
+            await tx.write(Batch(groups={1: group}), owner="a stranger")  # and no new revision says so
+
+        await one.store.transact(steal)
+        one.runner.release()
+        await until(lambda: not one.door.resident.claims, "given up")
+        assert await one.store.transact(lambda tx: tx.claims([1])) == {1: ("a stranger", 2)}
+        assert (await one.store.payloads([1]))[0].rollouts == {}
+        assert one.observer.settled == []

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import aiohttp
 import msgspec
@@ -57,6 +58,9 @@ class Chooser(Trainer):
         """Calls that were answered with a refusal for now."""
         self.lost = 0
         """Calls that were not answered."""
+        self.in_a_row = 0
+        """Longest row of both that one task of the trainer has met: what retries had to cure."""
+        self._rows: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
 
     async def __aenter__(self) -> Chooser:
         self._http = aiohttp.ClientSession(
@@ -82,12 +86,20 @@ class Chooser(Trainer):
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.lost += 1
-            self._shunned[url] = time.monotonic() + SHUNNED_S
+            self._failed(url)
             raise Lost from error
         if response.status in AGAIN:
             self.refused += 1
-            self._shunned[url] = time.monotonic() + SHUNNED_S
+            self._failed(url)
+        else:
+            self._rows.pop(_this_task(), None)
         return response.status, msgspec.json.decode(raw) if raw else {}
+
+    def _failed(self, url: str) -> None:
+        self._shunned[url] = time.monotonic() + SHUNNED_S
+        task = _this_task()
+        self._rows[task] = self._rows.get(task, 0) + 1
+        self.in_a_row = max(self.in_a_row, self._rows[task])
 
     async def look(self) -> Json:
         known, deadline = self.history.known(), time.monotonic() + OLD_S
@@ -118,3 +130,9 @@ class Chooser(Trainer):
             assert status in (200, 204, 404), answer
         names = [mark["name"] for mark in (await self.get("/checkpoints"))["checkpoints"]]
         assert set(self.marks) <= set(names), f"{self.marks} were made, there are {names}"
+
+
+def _this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task

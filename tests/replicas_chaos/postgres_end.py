@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from tests.postgres_cluster import Cluster
 from tests.service import until
 
 GONE_WITHIN_S = 30.0
+End: TypeAlias = Callable[[Cluster], Awaitable[None]]
+
+
+async def stop(cluster: Cluster) -> None:
+    """In order: sessions are told."""
+    await asyncio.to_thread(cluster.stop)
 
 
 async def crash(cluster: Cluster) -> None:

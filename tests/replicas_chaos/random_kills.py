@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -22,31 +23,47 @@ PAUSE_S = (0.1, 0.7)
 """Between two blows: less than a takeover takes, as a rule."""
 STARTING = 0.15
 """Share of kills that may meet a replica while it starts; the others meet one that is ready."""
-FREEZE_EVERY, BOTH_EVERY, DATABASE_EVERY = 7, 5, 12
+FREEZE_EVERY, BOTH_EVERY, DATABASE_EVERY = 7, 5, 15
 """Kills between two of the other blows."""
 READY_WITHIN_S = 60.0
+PENDING = 18
 AWAY_S = (0.0, 1.5)
 """How long the database stays away."""
 # No pauses: one that was lost on its way to a replica that stands still arrives when it goes on, and stays.
 HABITS = Habits(pauses=0.0)
 
 
+async def die_every(
+    lives: Sequence[Lives], directory: Path, cluster: Cluster, *, seed: int, every_s: float, for_s: float
+) -> tuple[SharedStory, Counter[str], str]:
+    """A replica at a time is killed, by the clock, whatever it is at; as `die_at_random` otherwise."""
+    plan = Plan(seed=seed, habits=HABITS, pending=PENDING)
+    async with cluster.database() as url, SharedStory.told(plan, lives, directory, url) as story:
+        await story.begin()
+        begun = time.monotonic()
+        for number in range(1, int(for_s / every_s) + 1):
+            await story.while_working(asyncio.sleep(begun + number * every_s - time.monotonic()))
+            await story.kill(story.rng.choice(story.members))
+        ended = await story.finish()
+        return story, ended, await story.identity()
+
+
 async def die_at_random(
     lives: Sequence[Lives], directory: Path, cluster: Cluster, *, seed: int, kills: int
 ) -> tuple[SharedStory, Counter[str], str]:
-    """The story of at least `kills` kills at its end, its groups by terminal state, and the identity in numbers.
+    """The story of exactly `kills` kills at its end, its groups by terminal state, and the identity in numbers.
 
     Raises AssertionError where anything is wrong.
     """
     rng = random.Random(seed)
-    plan = Plan(seed=seed, habits=HABITS, pending=18)
+    plan = Plan(seed=seed, habits=HABITS, pending=PENDING)
     async with cluster.database() as url, SharedStory.told(plan, lives, directory, url) as story:
         blows = _Blows(story, cluster, rng)
         await story.begin()
         try:
             while story.kills < kills:
                 await story.while_working(asyncio.sleep(rng.uniform(*PAUSE_S)))
-                await blows.next()
+                await blows.next(most=kills - story.kills)
         finally:
             await blows.end()
         ended = await story.finish()
@@ -59,7 +76,8 @@ class _Blows:
         self._number = 0
         self._going_on: set[asyncio.Task[None]] = set()
 
-    async def next(self) -> None:
+    async def next(self, *, most: int) -> None:
+        """`most`: kills."""
         self._number += 1
         story, rng = self._story, self._rng
         for task in [task for task in self._going_on if task.done()]:
@@ -74,7 +92,7 @@ class _Blows:
         else:
             count = 2 if self._number % BOTH_EVERY == 0 else 1
             victims = list(story.members) if rng.random() < STARTING else await self._ready()
-            await story.kill(*rng.sample(victims, min(count, len(victims))))
+            await story.kill(*rng.sample(victims, min(count, most, len(victims))))
 
     async def _ready(self) -> list[Member]:
         """At least one replica at work."""

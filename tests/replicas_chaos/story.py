@@ -1,7 +1,8 @@
-"""One run over three replicas on one PostgreSQL, any of which comes and goes; checked at its end from four sides.
+"""One run over three replicas on one PostgreSQL, any of which comes and goes; checked at its end from five sides.
 
-What always holds: the trainer's history, the service's own words, the rows in the database and the engine's journal
-agree, or the run fails. Faults of the services themselves (events named `…_raised`, tracebacks) fail it, too.
+What always holds: the trainer's history, the service's own words, the rows in the database, the rules of the schema and
+the engine's journal agree, or the run fails. Faults of the services themselves (events named `…_raised`, tracebacks)
+fail it, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tests.replicas_chaos.chooser import Chooser, SharedHistory
 from tests.replicas_chaos.member import Member
 from tests.replicas_chaos.network import Cable, Network
 from tests.service import free_port, tables, to_toml
+from tests.store_audit import audit_postgres
 
 T = TypeVar("T")
 LEASE_S = 2.0
@@ -55,6 +57,7 @@ class SharedStory(Tale):
         super().__init__(plan, host="127.0.0.1" if network is None else network.here(Cable.ENGINES))
         self.history = SharedHistory(max_staleness=plan.max_staleness, late=True)
         self.url, self.network = url, network
+        """`url`: where the checks find the database."""
         self.members = [
             Member(
                 life,
@@ -168,6 +171,8 @@ class SharedStory(Tale):
     async def check(self) -> Counter[str]:
         ended = await super().check()
         await self._check_rows()
+        broken = await audit_postgres(self.url, max_staleness=self.plan.max_staleness, at_rest=True)
+        assert not broken, broken
         self._check_rollouts()
         for member in self.members:
             faults = [line for line in member.log().splitlines() if OUR_FAULT.search(line)]
