@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+from rollout_service.core.group import GroupPolicy
 from rollout_service.core.model import GroupState, Scores
 from rollout_service.core.records import Batch
 from rollout_service.core.scheduler import Policy
@@ -19,7 +21,7 @@ FOUR = Policy(slots=4)
 
 
 async def test_a_replica_cut_off_from_the_store_aborts_before_its_claims_end_and_another_goes_on():
-    async with World(policy=FOUR, lease_s=0.4) as world:
+    async with World(policy=FOUR, lease_s=1.5) as world:
         one, two = await world.join(), await world.join()
         two.engines.capacity = 0
         await two.door.submit([submission("a")])
@@ -31,7 +33,7 @@ async def test_a_replica_cut_off_from_the_store_aborts_before_its_claims_end_and
         assert not one.door.status().store_ok
         assert not two.runner.jobs, "nobody has taken anything over yet"
         two.engines.capacity = 10
-        world.clock.now += 1.0
+        world.clock.now += 3.0
         await until(lambda: len(two.runner.held) == 3, "taken over")
         assert {(job.attempt, job.index) for job in two.runner.jobs} == {(1, 1), (1, 2), (1, 3)}
         two.runner.release()
@@ -70,6 +72,7 @@ async def test_a_commit_whose_answer_was_lost_is_made_once():
         answer = await one.door.lease(ASK)
         assert len(answer.payloads[0].rollouts) == 4
         assert [str(m.after.state) for m in one.observer.moves].count("ready") == 1
+        assert len(one.runner.jobs) == 4, "nothing was generated again"
 
 
 async def test_a_claim_whose_answer_was_lost_is_found_again():
@@ -183,3 +186,31 @@ async def test_what_was_lost_without_a_word_is_not_settled():
         assert await one.store.transact(lambda tx: tx.claims([1])) == {1: ("a stranger", 2)}
         assert (await one.store.payloads([1]))[0].rollouts == {}
         assert one.observer.settled == []
+
+
+async def test_a_version_that_comes_while_a_commit_is_on_its_way_counts_for_it():
+    async with World(policy=Policy(group=GroupPolicy(max_staleness=0), slots=4)) as world:
+        one, two = await world.join(), await world.join()
+        two.engines.capacity = 0
+        one.scorer.hold = asyncio.Event()
+        await two.door.submit([submission("a")])
+        await until(lambda: len(one.runner.held) == 4, "at work")
+        one.runner.release()
+        await until(lambda: one.scorer.jobs, "scored")
+        transact, on_the_way, go = one.store.transact, asyncio.Event(), asyncio.Event()
+
+        async def slow(work: Any, **how: Any) -> Any:
+            task = asyncio.current_task()
+            if task is not None and task.get_name() == "committer":
+                on_the_way.set()
+                await go.wait()
+            return await transact(work, **how)
+
+        one.store.transact = slow
+        one.scorer.hold.set()
+        await on_the_way.wait()  # with a group that is ready, as it was decided at version 0
+        await two.door.post_version(1)
+        await until(lambda: one.door.version == 1, "heard of")
+        go.set()
+        await until(lambda: not one.door.resident.claims, "settled")
+        assert (await world.counts())[S.STALE] == 1

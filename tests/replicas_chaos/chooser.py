@@ -27,7 +27,7 @@ SHUNNED_S = 0.5
 """A replica that did not answer is not asked again so soon, if there is another."""
 OLD_S = 20.0
 MARKS = 0.3
-"""Share of bumps after which a checkpoint is made."""
+"""Share of bumps after which a checkpoint is made, unless said otherwise."""
 KEPT_MARKS = 2
 
 
@@ -54,6 +54,7 @@ class Chooser(Trainer):
         self._shunned = dict.fromkeys(urls, 0.0)
         self._turn = 0
         self.marks: list[str] = []
+        self.mark_share = MARKS
         self.refused = 0
         """Calls that were answered with a refusal for now."""
         self.lost = 0
@@ -117,7 +118,7 @@ class Chooser(Trainer):
 
     async def bump(self, version: int) -> None:
         await super().bump(version)
-        if self._rng.random() < MARKS:
+        if self._rng.random() < self.mark_share:
             await self._mark(f"at-{version}")
 
     async def _mark(self, name: str) -> None:

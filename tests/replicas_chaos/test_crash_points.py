@@ -25,9 +25,11 @@ MET_WITHIN_S = 90.0
 async def test_a_replica_that_dies_around_its_commit_costs_nothing(
     kind: Kind, herd: list[Lives], postgres: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    plan = Plan(seed=SEED + list(Kind).index(kind), pending=16, habits=Habits(releases=0.3, dies=0.2))
+    plan = Plan(seed=SEED + list(Kind).index(kind), pending=10, habits=Habits(releases=0.3, dies=0.2))
     async with postgres.database() as url, SharedStory.told(plan, herd[:2], tmp_path, url) as story:
         mortal, _ = story.members
+        if kind is Kind.MARKED:
+            story.trainer.mark_share = 1.0
         most = 1 if kind is Kind.TAKEN else 2  # the other one dies once for each
         points = [Point(kind=kind, moment=moment, nth=1 + story.rng.randrange(most)) for moment in Moment]
         mortal.orders = [order(point) for point in points]

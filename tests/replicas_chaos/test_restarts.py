@@ -21,6 +21,8 @@ SEED = int(os.environ.get("DURABILITY_SEED", "0"))
 PLAN = Plan(seed=SEED, pending=12, habits=Habits(pauses=0.0))
 BETWEEN = 3
 """Groups that end from one restart to the next."""
+ORDINARY = {"lease_s": 10.0}
+"""Long enough for a start on a busy machine, and for a wait for what was not given back to be seen."""
 TRIES = 3
 """One at each replica: two of them are there at every moment."""
 
@@ -50,7 +52,7 @@ async def each_in_turn(
 async def test_a_rolling_restart_loses_nothing_and_a_retry_cures_every_call(
     herd: list[Lives], postgres: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    async with postgres.database() as url, SharedStory.told(PLAN, herd, tmp_path, url) as story:
+    async with postgres.database() as url, SharedStory.told(PLAN, herd, tmp_path, url, replica=ORDINARY) as story:
 
         async def restart(member: Member) -> None:
             await story.while_working(member.restart())
@@ -62,7 +64,7 @@ async def test_a_rolling_upgrade_migrates_while_old_replicas_work_on(
     herd: list[Lives], postgres: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     tomorrow = folder_of_tomorrow(tmp_path / "tomorrow")
-    async with postgres.database() as url, SharedStory.told(PLAN, herd, tmp_path, url) as story:
+    async with postgres.database() as url, SharedStory.told(PLAN, herd, tmp_path, url, replica=ORDINARY) as story:
         first, old, last = story.members
 
         async def upgrade(member: Member) -> None:
