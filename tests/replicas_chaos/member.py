@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 from tests.durability.lives import Lives
 from tests.service import until
@@ -21,6 +21,8 @@ REFUSED = 2
 """Exit status of a start that cannot be: without a database, too."""
 NO_DATABASE = "rollout-service: error: store.url: "
 AGAIN_S = 0.1
+LOOK_S = 0.03
+"""Between two looks at a replica that is not ready: it needs the processor to become so."""
 BEGUN_WITHIN_S = 60.0
 SERVE = ("serve", "--config", "rollout.toml", "--log-level", "warning")
 
@@ -116,16 +118,21 @@ class Member:
         await until(self._is_ready, BEGUN_WITHIN_S, "the replica is ready")
 
     async def _is_ready(self) -> bool:
-        return (await self.readyz())[0] == 200
+        if (await self.readyz())[0] == 200:
+            return True
+        await asyncio.sleep(LOOK_S)
+        return False
 
     async def readyz(self) -> tuple[int, str]:
         """Status and body; 0 where nobody answers."""
         try:
-            async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
-                answer = await http.get(f"{self.url}/readyz")
-        except httpx.HTTPError as error:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http,
+                http.get(f"{self.url}/readyz") as answer,
+            ):
+                return answer.status, await answer.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return 0, repr(error)
-        return answer.status_code, answer.text
 
     def log(self) -> str:
         path = self.directory / "service.log"

@@ -108,6 +108,8 @@ async def test_far_away_from_the_database_all_is_slower_and_restarted_in_the_mid
             await to_the_end(story, capsys)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
 async def test_a_failover_to_a_synchronous_standby_loses_nothing(
     herd: list[Lives], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -222,6 +222,7 @@ async def test_groups_of_one_that_lost_its_engines_are_generated_by_others(tell:
         await to_the_end(story, next(names))  # it is cut off still
 
 
+@pytest.mark.long
 async def test_cut_off_from_each_other_nothing_changes(tell: Tell, network: Network):
     plan = Plan(seed=SEED, prompts=40, habits=Habits(pauses=0.1))
     async with tell(plan) as story:
@@ -236,6 +237,7 @@ async def test_cut_off_from_each_other_nothing_changes(tell: Tell, network: Netw
             assert member.begun == 1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_cuts_from_the_database_at_any_moment_lose_nothing(
     tell: Tell, network: Network, capsys: pytest.CaptureFixture[str]

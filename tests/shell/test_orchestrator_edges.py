@@ -19,7 +19,7 @@ from rollout_service.core.model import DropReason, GroupState, Prompt, ScoreJob,
 from rollout_service.core.records import Batch, GroupPayload, Snapshot
 from rollout_service.core.scheduler import Admission, Policy
 from rollout_service.errors import Conflict, Halted, StoreUnavailable
-from rollout_service.orchestrator import LeaseRequest, LeaseStatus, Orchestrator, intake, writer, workshop
+from rollout_service.orchestrator import LeaseRequest, LeaseStatus, Orchestrator, committer, intake, workshop, writer
 from rollout_service.store import MemoryStore, SqliteStore
 from tests.fakes import Harness, Runner, Scorer, failed, finished, prompt, submission, until
 
@@ -135,7 +135,10 @@ def is_stuck(group: Group) -> bool:
 
 
 @pytest.mark.parametrize("after", range(6))
-async def test_a_kill_at_any_commit_finds_no_group_generating_whose_rows_are_all_settled(after: int):
+async def test_a_kill_at_any_commit_finds_no_group_generating_whose_rows_are_all_settled(
+    after: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(committer, "GATHER_S", 0.0)  # so that a commit may begin at any step
     store = Filmed(4)
     harness = Harness(store=store)
     async with harness as door:
