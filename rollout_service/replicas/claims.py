@@ -39,6 +39,8 @@ PACE = "pace"
 class _Taken:
     adopted: Adopted
     happened: Happened
+    taken: int
+    """`SharedRun.taken` at the claim."""
 
 
 class Claims:
@@ -48,7 +50,8 @@ class Claims:
         self._store, self._resident, self._policy, self._observer = store, resident, policy, observer
         self._wake = asyncio.Event()
         self._doubtful = False
-        """A claim may have been committed though it failed."""
+        """A claim may have been committed and is not worked for."""
+        self._one = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -69,7 +72,7 @@ class Claims:
                 async with asyncio.timeout(AGAIN_S):
                     await self._wake.wait()
             except TimeoutError:
-                pass  # a signal may have been lost
+                self._doubtful = True  # a signal may have been lost, and whatever else: look at everything
             self._wake.clear()
             try:
                 while await self.claim(self._resident.free):
@@ -87,6 +90,10 @@ class Claims:
 
     async def claim(self, rows: int) -> int:
         """Claim groups for `rows` free slots; how many. Raises StoreUnavailable."""
+        async with self._one:
+            return await self._claim(rows)
+
+    async def _claim(self, rows: int) -> int:
         resident = self._resident
         if rows <= 0 or resident.away or resident.closing:
             return 0
@@ -96,13 +103,18 @@ class Claims:
         self._doubtful = True
         exclusive = PACE if self._policy.pace_bound is not None else None
         taken = await self._store.transact(take, exclusive=exclusive)
-        self._doubtful = False
         if taken is None:
+            self._doubtful = False
             return 0
         taken.happened.tell(self._observer)
+        if resident.deals_with(taken.adopted.claims.keys()):
+            await resident.settled()  # what we still have of it is of an earlier claim, and must be over first
         if resident.replica_id != replica_id or resident.away:
             return 0  # it left and came back as another meanwhile; the claims were given back with the old one
+        if resident.known.taken > taken.taken:
+            return 0  # some may be somebody else's by now: the next look finds those that are still ours
         resident.adopt(taken.adopted)
+        self._doubtful = False
         return len(taken.adopted.groups)
 
     async def _take(self, replica_id: str, rows: int, doubtful: bool, tx: Transaction) -> _Taken | None:
@@ -123,7 +135,8 @@ class Claims:
         missing = [group.group_id for group in mine if group.seq not in prompts]
         if missing:
             raise StoreUnavailable(f"the prompts of {', '.join(missing)} are gone")
-        return _Taken(adopted=Adopted(groups=mine, claims=claims, prompts=prompts), happened=happened)
+        adopted = Adopted(groups=mine, claims=claims, prompts=prompts)
+        return _Taken(adopted=adopted, happened=happened, taken=tx.run.taken)
 
     async def _find_strays(self, tx: Transaction, replica_id: str) -> Sequence[Claimed]:
         """Groups claimed for us in a transaction whose end we did not see."""

@@ -38,16 +38,20 @@ class GroupCalls(Calls):
         seq = self._seq(public_id)
 
         async def work(tx: Transaction) -> tuple[Happened, bool]:
-            found = await tx.groups([seq])
-            if seq not in found:
+            seen = await tx.payloads([seq])
+            if not seen:
                 raise NotFound(f"there is no group {public_id!r}")
+            holder = seen[0].group.lease_id
+            lease = None if holder is None else await tx.lease(holder)  # locked before its groups, as everywhere
+            leases = [] if lease is None else [lease]
+            found = await tx.groups({seq} | {member for each in leases for member, _ in each.groups})
             claimed = found[seq]
             group = claimed.group
             if group.state.terminal:
                 raise Conflict(f"group {public_id} has ended as {group.state}", state=group.state)
-            lease = await tx.lease(group.lease_id) if group.lease_id is not None else None
-            leases = [] if lease is None else [lease]
-            groups = await parts.members(tx, leases) | {seq: group}
+            if group.lease_id not in (None, holder):
+                raise Conflict(f"group {public_id} was leased in this moment; ask again", state=group.state)
+            groups = {number: each.group for number, each in found.items()}
             core = parts.load(tx, self._policy, groups=groups.values(), leases=leases)
             core.cancel(seq, now=tx.now)
             if claimed.owner is not None:

@@ -22,6 +22,8 @@ BEATS = 5
 """Heartbeats in a lease: four may be lost."""
 MARGIN = 0.2
 """Of the lease, kept for aborting: engines are told and connections closed within seconds."""
+LEAVE_S = 2.0
+"""For giving the claims back at the end; else others take them when the heartbeat's time is over."""
 BACK_S = 1.0
 """Between two tries to come back."""
 
@@ -60,7 +62,8 @@ class Heart:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._resident.replica_id:
-            await self._store.leave(self._resident.replica_id)
+            async with asyncio.timeout(LEAVE_S):
+                await self._store.leave(self._resident.replica_id)
 
     def lost_store(self, why: str) -> None:
         """A commit failed for good; what it decided never happened."""
@@ -95,6 +98,7 @@ class Heart:
             except Exception:  # a fault of ours must not leave the claims without a heartbeat unnoticed
                 log.exception("heart_raised")
                 self.lost_store("the heartbeat failed")
+                await asyncio.sleep(BACK_S)
 
     async def _live(self) -> None:
         """Beat until the claims are lost."""

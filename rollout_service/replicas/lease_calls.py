@@ -52,6 +52,7 @@ class LeaseCalls(Calls):
             made = await self._store.transact(partial(known_lease, request=request))
             if made is not None:
                 return await self._answered(made)
+            self._require_open()  # it may have begun to end meanwhile
             waiter = line.by_request(request.request_id)
             if waiter is not None:
                 check_same_request(waiter.request.parameters, request)
@@ -90,21 +91,25 @@ class LeaseCalls(Calls):
 
     async def abandon(self, lease: Lease) -> None:
         """The answer with `lease` did not reach its caller: without a `request_id` nobody could fetch it again."""
-        if lease.request_id is None:
-            await self._give_back(lease.lease_id)
+        if lease.request_id is None and not await self._gave_back(lease.lease_id):
+            self._give_back(lease.lease_id)
 
-    async def _give_back(self, lease_id: str) -> None:
-        """Release a lease nobody can have, if it was made; now, or when the store answers again."""
-        if not await self._gave_back(lease_id):
-            task = asyncio.create_task(self._give_back_later(lease_id), name="give-back")
-            self._later.add(task)
-            task.add_done_callback(self._later.discard)
+    def _give_back(self, lease_id: str) -> None:
+        """Release a lease nobody can have, if it was made, as soon as the store answers."""
+        self._unwanted.add(lease_id)
+        if self._giving is None or self._giving.done():
+            self._giving = asyncio.create_task(self._give_all_back(), name="give-back")
 
-    async def _give_back_later(self, lease_id: str) -> None:
-        while not await self._gave_back(lease_id):
-            await asyncio.sleep(AGAIN_S)
+    async def _give_all_back(self) -> None:
+        while self._unwanted:
+            lease_id = next(iter(self._unwanted))
+            if await self._gave_back(lease_id):
+                self._unwanted.discard(lease_id)
+            else:
+                await asyncio.sleep(AGAIN_S)
 
     async def _gave_back(self, lease_id: str) -> bool:
+        self._serving.fresh.pop(lease_id, None)
         try:
             await self.release(lease_id, None)
         except NotFound:

@@ -157,11 +157,11 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
             await asyncio.gather(self._housekeeping, return_exceptions=True)
         await self._resident.stop()
         await self.watch.stop()
-        for task in self._later:
-            task.cancel()
+        if self._giving is not None:
+            self._giving.cancel()
         try:
             await self.heart.stop()
-        except StoreUnavailable as error:
+        except (StoreUnavailable, TimeoutError) as error:
             log.warning("claims_not_given_back", error=str(error), detail="others take them when the heartbeat ends")
         await self._store.close()
 

@@ -31,6 +31,7 @@ from rollout_service.store.shared import SharedStore, Signal, Transaction
 log = structlog.get_logger(__name__)
 
 WORKED_FOR = frozenset({GroupState.GENERATING, GroupState.SCORING})
+NO_BUMP = Bumped(version=0, previous=0, stale_groups=0, aborted_rollouts=0)
 AGAIN_S = 0.2
 """Between two tries of a commit while the database is away; the work goes on meanwhile."""
 
@@ -109,10 +110,13 @@ class Resident(Workshop):
         """Moves in the batch being filled that may count towards a halt."""
         self._counted: list[Moved] = []
         """The same of the batch being committed."""
-        self._gone: set[tuple[int, int]] = set()
-        """(seq, claim) of groups that were lost while something of them waited to be told."""
+        self._planned = 0
+        """Things to be told of groups, so far."""
+        self._void: dict[int, int] = {}
+        """Seq of a group that was lost -> how many had been planned: those of it are not told."""
         self._following = asyncio.Lock()
-        self.last_bump = Bumped(version=0, previous=0, stale_groups=0, aborted_rollouts=0)
+        self._committing: Batch | None = None
+        self.last_bump = NO_BUMP
         """What the last revision cost the groups here."""
 
     # coming and going
@@ -137,7 +141,8 @@ class Resident(Workshop):
         self._opening.clear()
         self._uncounted.clear()
         self._counted.clear()
-        self._gone.clear()
+        self._void.clear()
+        self.last_bump = NO_BUMP
 
     async def abandon(self, why: str) -> None:
         """Abort everything; nothing of it may be settled by this replica again under its present claims."""
@@ -164,10 +169,15 @@ class Resident(Workshop):
                 log.error("last_commit_failed", error=str(error))
         await self.committer.stop()
 
+    def deals_with(self, seqs: Collection[int]) -> bool:
+        """Whether anything of these groups is still held or on its way into the store, under an earlier claim."""
+        own = self.claims.keys() | seqs_of(self.committer.batch)
+        return not own.isdisjoint(seqs) or (
+            self._committing is not None and not seqs_of(self._committing).isdisjoint(seqs)
+        )
+
     def adopt(self, adopted: Adopted) -> None:
-        """Work for groups that were claimed just now."""
-        # One that somebody took from us and left again: what we still have of it is of the claim before.
-        self._drop([group.seq for group in adopted.groups if group.seq in self.claims])
+        """Work for groups that were claimed just now, and with which nothing here `deals`."""
         for group in adopted.groups:
             self.claims[group.seq] = adopted.claims[group.seq]
             self.prompts.add(group.seq, adopted.prompts[group.seq])
@@ -221,10 +231,11 @@ class Resident(Workshop):
         super()._moved(moved)
 
     def _after_commit_of(self, seq: int, run: Callable[[], None]) -> None:
-        claim = self.claims.get(seq, 0)
+        self._planned += 1
+        number = self._planned
 
         def unless_lost() -> None:
-            if (seq, claim) not in self._gone:
+            if self._void.get(seq, 0) < number:
                 run()
 
         self._after_commit(unless_lost)
@@ -260,18 +271,25 @@ class Resident(Workshop):
         take_out(self.committer.batch, seqs)
         self._dropped.update(seqs)
         for seq in seqs:
-            self._gone.add((seq, self.claims.pop(seq, 0)))
+            self._void[seq] = self._planned
+            self.claims.pop(seq, None)
             self.prompts.discard(seq)
         self._uncounted = [moved for moved in self._uncounted if moved.after.seq not in seqs]
         self._counted = [moved for moved in self._counted if moved.after.seq not in seqs]
-        gone = {(seq, claim) for seq, claim in self._gone if seq in seqs}
+        void = {seq: self._planned for seq in seqs}
         for group in self.core.lose(seqs):
             self.survivors.end(group.seq, group.attempt)
             self.work.stop_scoring(group)
             self._observer.rollouts_aborted(self.work.stop_rollouts(group, group.running))
         self.core.take_changes()
-        self.committer.after_commit(lambda: self._gone.difference_update(gone))
+        self.committer.after_commit(partial(self._forget_void, void))
         log.info("claims_taken", groups=[group_id(seq) for seq in sorted(seqs)])
+
+    def _forget_void(self, void: Mapping[int, int]) -> None:
+        """What was planned by then has passed."""
+        for seq, planned in void.items():
+            if self._void.get(seq) == planned:
+                del self._void[seq]
 
     # commits
 
@@ -284,17 +302,25 @@ class Resident(Workshop):
         self._counted, self._uncounted = self._uncounted, []
         self._decided_at = self.known.revision
         self._dropped.clear()
-        done = False
-        while not done:
-            try:
-                done = await self._try(batch)
-            except BatchRefused:
-                raise  # begin again from what is stored
-            except StoreUnavailable as error:
-                if self.away or asyncio.get_running_loop().time() + AGAIN_S >= self.until:
-                    raise
-                log.warning("commit_waits", error=str(error))
-                await asyncio.sleep(AGAIN_S)
+        self._committing = batch
+        try:
+            while not await self._tried(batch):
+                pass
+        finally:
+            self._committing = None
+
+    async def _tried(self, batch: Batch) -> bool:
+        """As `_try`; a store that is away is waited for."""
+        try:
+            return await self._try(batch)
+        except BatchRefused:
+            raise  # begin again from what is stored
+        except StoreUnavailable as error:
+            if self.away or asyncio.get_running_loop().time() + AGAIN_S >= self.until:
+                raise
+            log.warning("commit_waits", error=str(error))
+            await asyncio.sleep(AGAIN_S)
+            return False
 
     async def _try(self, batch: Batch) -> bool:
         """Whether `batch` is committed; else it was brought up to date and is to be tried again."""
@@ -319,12 +345,12 @@ class Resident(Workshop):
         return False
 
     async def _write(self, batch: Batch, number: int, tx: Transaction) -> Halt | None:
+        touched = seqs_of(batch)
+        held = await tx.claims(touched)
         if not await tx.once(self.replica_id, number):
             return None
         if tx.run.revision != self._decided_at:
             raise Changed(tx.run)
-        touched = seqs_of(batch)
-        held = await tx.claims(touched)
         lost = {seq for seq in touched if held.get(seq) != (self.replica_id, self.claims.get(seq))}
         if lost:
             raise Lost(lost)

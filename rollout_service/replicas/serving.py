@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 AGAIN_S = 1.0
 """Without being told."""
+END_S = 2.0
+"""For a lease that is being made when the service ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,7 @@ class Serving:
         policy: Policy,
         observer: Observer,
         new_id: Callable[[], str],
-        give_back: Callable[[str], Awaitable[None]],
+        give_back: Callable[[str], None],
         expire: Callable[[], Awaitable[int]],
     ) -> None:
         """`give_back`: release a lease whose making was not seen to its end, as soon as the store answers.
@@ -90,8 +92,12 @@ class Serving:
             except TimeoutError:
                 pass  # a signal may have been lost
             self._wake.clear()
-            while (waiter := self.line.first()) is not None and await self._serve(waiter):
-                pass
+            try:
+                while (waiter := self.line.first()) is not None and await self._serve(waiter):
+                    pass
+            except Exception as error:  # a fault of ours must not leave everybody waiting for nothing
+                log.exception("serving_raised")
+                self.line.settle_all(StoreUnavailable(repr(error)))
 
     async def _serve(self, waiter: Waiter) -> bool:
         """Whether the wait of `waiter` is over."""
@@ -108,8 +114,8 @@ class Serving:
             raise
         except RolloutServiceError as error:
             outcome = error
-            if isinstance(error, StoreUnavailable):
-                await self._give_back(lease_id)
+            if isinstance(error, StoreUnavailable) and waiter.request.request_id is None:
+                self._give_back(lease_id)  # it may have been made; under a request_id it can be asked for again
         except Exception as error:  # a fault of ours; the caller hears of it
             log.exception("lease_raised")
             outcome = StoreUnavailable(repr(error))
@@ -135,11 +141,14 @@ class Serving:
         lease = made.lease
         if made.happened is not None:
             made.happened.tell(self._observer)
+            over = [key for key, old in self.fresh.items() if old.expires_at <= lease.created_at]
+            for key in over:  # nobody has fetched them here
+                del self.fresh[key]
             self.fresh[lease.lease_id] = lease
         self.line.grant(waiter, lease)
         self.line.settle(waiter, lease)
         if not waiter.callers and waiter.request.request_id is None:  # nobody is there to take it (design 4.2)
-            asyncio.ensure_future(self._give_back(lease.lease_id))  # noqa: RUF006  # keeps itself in the giver's set
+            self._give_back(lease.lease_id)
 
     async def _make(self, request: LeaseRequest, lease_id: str, tx: Transaction) -> Made | LeaseStatus | Halted | None:
         known = await known_lease(tx, request)
@@ -192,6 +201,9 @@ async def _ended(
 ) -> Made | LeaseStatus | RolloutServiceError | None:
     """The end of a transaction that runs on though its caller was cancelled."""
     try:
-        return await making
+        async with asyncio.timeout(END_S):
+            return await making
     except RolloutServiceError as error:
         return error
+    except TimeoutError:
+        return None

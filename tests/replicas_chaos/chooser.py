@@ -22,7 +22,8 @@ from tests.durability.trainer import AGAIN, LOST_PAUSE_S, Habits, Lost, Trainer
 from tests.service import trained_ids
 
 CALL_S = 5.0
-"""Longer than any lease is waited for; a replica that stands still is not waited for longer."""
+"""Longer than any lease is waited for; a replica that stands still is not waited for longer, unless said
+otherwise."""
 SHUNNED_S = 0.5
 """A replica that did not answer is not asked again so soon, if there is another."""
 OLD_S = 20.0
@@ -55,6 +56,7 @@ class Chooser(Trainer):
         self._turn = 0
         self.marks: list[str] = []
         self.mark_share = MARKS
+        self.call_s = CALL_S
         self.refused = 0
         """Calls that were answered with a refusal for now."""
         self.lost = 0
@@ -64,9 +66,7 @@ class Chooser(Trainer):
         self._rows: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
 
     async def __aenter__(self) -> Chooser:
-        self._http = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=CALL_S), connector=aiohttp.TCPConnector(limit=0)
-        )
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self
 
     def _next(self) -> str:
@@ -83,7 +83,9 @@ class Chooser(Trainer):
         data = None if body is None else msgspec.json.encode(body)
         headers = {"content-type": "application/json"} if data is not None else {}
         try:
-            async with self._http.request(method, f"{url}{path}", data=data, headers=headers) as response:
+            async with self._http.request(
+                method, f"{url}{path}", data=data, headers=headers, timeout=aiohttp.ClientTimeout(total=self.call_s)
+            ) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.lost += 1

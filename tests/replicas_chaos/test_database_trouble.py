@@ -26,6 +26,8 @@ WITHIN_S = 60.0
 ROUND_TRIP_S = 0.2
 FAR_LEASE_S = 10.0
 """A replica's lease where a transaction takes a second: the usual one."""
+PATIENT_S = 30.0
+"""Of a trainer who knows that every call takes seconds."""
 
 
 async def test_a_run_locked_for_longer_than_the_lease_costs_no_replica_its_claims(
@@ -90,15 +92,19 @@ async def test_while_the_database_is_away_they_wait_and_say_so(
         await to_the_end(story, capsys)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
 async def test_far_away_from_the_database_all_is_slower_and_restarted_in_the_middle_nothing_is_lost(
     herd: list[Lives], postgres: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    plan = Plan(seed=SEED, prompts=24, max_staleness=3, consumers=2, habits=Habits(pauses=0.0, bumps=0.1, lease_s=20))
+    habits = Habits(pauses=0.0, bumps=0.1, lease_s=60, steer_s=3.0)
+    plan = Plan(seed=SEED, n=2, prompts=16, pending=8, max_staleness=10, consumers=2, habits=habits)
     async with postgres.database() as url, SlowLine(url, delay_s=ROUND_TRIP_S) as line:
         far = url.replace(f":{postgres.port}/", f":{line.port}/")
         async with SharedStory.told(plan, herd, tmp_path, url, database=far, replica={"lease_s": FAR_LEASE_S}) as story:
+            story.trainer.call_s = PATIENT_S
             await story.begin()
-            await story.while_working(story.ended(6))
+            await story.while_working(story.ended(2))
             await postgres_end.crash(postgres)
             try:
                 await all_wait(story)
