@@ -128,8 +128,8 @@ class ReplicaWorld:
         self.delivered: dict[str, dict[str, tuple[int, ...]]] = {}
         """Lease -> group -> rows of the rollouts it came with."""
         self.acks_asked: set[tuple[str, str]] = set()
-        self.version = 0
-        self.moves: Counter[tuple[int, int, str]] = Counter()
+        self.calm = False
+        """Nothing is harmed any more."""
 
     def clock(self) -> float:
         return 1_000_000.0 + asyncio.get_running_loop().time()
@@ -147,6 +147,7 @@ class ReplicaWorld:
         for _, store in self.members:
             store.cut, store.lost_answers, store.pushes = False, 0, True
         await self.anywhere(lambda door: door.resume())
+        self.calm = True
         async with asyncio.timeout(PATIENCE_S):
             await feeding
             await training
@@ -270,7 +271,7 @@ class ReplicaWorld:
             except Conflict:
                 continue
             if answer.status is LeaseStatus.EXHAUSTED:
-                if asyncio.get_running_loop().time() > CHAOS_S:
+                if self.calm:
                     return
                 await asyncio.sleep(1)
                 continue
@@ -298,7 +299,7 @@ class ReplicaWorld:
             raise Wrong(f"lease {lease.lease_id} came with other content: {before}, {groups}")
         await asyncio.sleep(self.random.random())
         what = self.random.random()
-        if what < 0.1 and asyncio.get_running_loop().time() < CHAOS_S:
+        if what < 0.1 and not self.calm:
             self.met["no_ack"] += 1
             return
         with contextlib.suppress(Conflict, NotFound):
