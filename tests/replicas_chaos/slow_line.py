@@ -18,6 +18,10 @@ class SlowLine(Proxy):
         super().__init__(target, random.Random(0), Faults(drop=0.0, cut=0.0, delay=0.0))
         self.delay_s = delay_s
 
+    async def __aenter__(self) -> SlowLine:
+        await super().__aenter__()
+        return self
+
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
