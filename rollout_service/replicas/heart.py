@@ -81,8 +81,11 @@ class Heart:
             self.lost_store("the other replicas took this one for dead: its heartbeat came too late")
 
     async def _join(self) -> None:
-        sent, replica_id = asyncio.get_running_loop().time(), self._new_id()
+        replica_id = self._new_id()
         await self._store.join(self._describe(replica_id), lease_s=self._lease_s)
+        sent = asyncio.get_running_loop().time()  # joining may have waited for others who join
+        if not await self._store.beat(self._describe(replica_id), lease_s=self._lease_s):
+            raise StoreUnavailable("expelled while joining")
         run = (await self._store.overview()).run
         self._lost.clear()
         self.error = None
@@ -127,6 +130,8 @@ class Heart:
         """Take over from those whose time is over. Apart from the heartbeat: it waits for locks."""
         while True:
             await asyncio.sleep(self._lease_s / BEATS)
+            if self._resident.until - asyncio.get_running_loop().time() < self._lease_s / 2:
+                continue  # its own heartbeat first: a host that slept must not take itself for dead
             try:
                 for name in await self._store.expel():
                     log.warning("replica_expelled", name=name, action="its groups are taken over")

@@ -115,8 +115,10 @@ class PostgresStore:
         await connections.open()
         try:
             await postgres_schema.migrate(connections, self.name)
-        except BaseException:
+        except BaseException as exc:
             await connections.close()
+            if isinstance(exc, StoreUnavailable):
+                raise ConfigError(f"store.url: {exc}") from exc
             raise
         self._turns, self._failure = Turns(), None
         self._connections = connections

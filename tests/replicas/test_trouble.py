@@ -34,6 +34,7 @@ async def test_a_replica_cut_off_from_the_store_aborts_before_its_claims_end_and
         assert not two.runner.jobs, "nobody has taken anything over yet"
         two.engines.capacity = 10
         world.clock.now += 3.0
+        await two.door.heart.beat()
         await until(lambda: len(two.runner.held) == 3, "taken over")
         assert {(job.attempt, job.index) for job in two.runner.jobs} == {(1, 1), (1, 2), (1, 3)}
         two.runner.release()

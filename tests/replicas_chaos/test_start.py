@@ -12,7 +12,6 @@ from rollout_service.store.postgres_connections import Connections
 from tests.postgres_cluster import Cluster
 
 
-@pytest.mark.xfail(reason="PostgresStore.open lets StoreUnavailable through: the service ends with a traceback")
 async def test_a_database_lost_after_the_first_connection_is_told_in_one_line(
     postgres: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
