@@ -19,6 +19,7 @@ def test_every_test_file_is_in_exactly_one_shard():
     found = [file for folder in folders for file in folder.rglob("test_*.py")]
     assert len(found) == len(set(found))
     assert set(found) == {file for file in TESTS.rglob("test_*.py")}
+    assert len({file.name for file in found}) == len(found), "one pytest cannot import two files of one name"
     named = [{Path(path).name for path in shard} for shard in found_shards[:-1]]
     assert named == [set(names) for names in NAMED]
 
