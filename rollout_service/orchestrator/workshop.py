@@ -9,6 +9,7 @@ of those who build on this.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,7 @@ class Rules:
     engine_wait_s: float
 
 
-class Workshop:
+class Workshop(ABC):
     """Base of the writers: one core, what works for its groups, and the way of its changes into the store."""
 
     def __init__(
@@ -99,13 +100,13 @@ class Workshop:
         self._turn_planned = False
         self._engine_missed_since: float | None = None
 
+    @abstractmethod
     def turn(self) -> None:
         """After an event: decide what follows, and hand what changed to the committer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _on_failure(self, error: StoreUnavailable) -> None:
         """A commit failed; nothing since the last one happened."""
-        raise NotImplementedError
 
     def now(self) -> float:
         """Unix seconds."""
@@ -171,6 +172,7 @@ class Workshop:
                     log.error("halted", **{"reason": effect.reason, "group_id": effect.group_id, "error": effect.error})
                     self._after_commit(partial(self._show_halt, effect))
 
+    @abstractmethod
     def _collected(self, changes: Changes) -> None:
         """What else is to be written of `changes`, before their effects are planned."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,11 +19,11 @@ from rollout_service.replicas.parts import Happened
 from rollout_service.store.shared import Signal, Transaction
 
 
-class PromptCalls(Calls):
+class PromptCalls(Calls, ABC):
     @property
+    @abstractmethod
     def _file_is_open(self) -> bool:
         """Whether a prompts file still has rows."""
-        raise NotImplementedError
 
     async def submit(self, submissions: Sequence[Submission], *, final: bool | None = None) -> list[tuple[str, str]]:
         """All or nothing; (group_id, prompt_id) in the order given. Raises Conflict, QueueFull, InvalidField."""
@@ -52,11 +53,10 @@ async def take(
     rules: Rules,
     submissions: Sequence[Submission],
     *,
-    final: bool | None,
+    final: bool,
     read_position: int | None = None,
-    fingerprint: str | None = None,
 ) -> tuple[list[int], Happened]:
-    """Submit within a transaction that holds the run's row; `final` None leaves it, False reopens nothing.
+    """Submit within a transaction that holds the run's row. `final`: no more will come.
 
     Raises Conflict, QueueFull, InvalidField.
     """
@@ -75,9 +75,8 @@ async def take(
     run = replace(
         tx.run.run,
         last_seq=core.last_seq,
-        final=tx.run.run.final or bool(final),
+        final=tx.run.run.final or final,
         read_position=tx.run.run.read_position if read_position is None else read_position,
-        prompts_fingerprint=tx.run.run.prompts_fingerprint if fingerprint is None else fingerprint,
     )
     if run != tx.run.run:
         await tx.set_run(replace(tx.run, run=run))

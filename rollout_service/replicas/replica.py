@@ -31,7 +31,7 @@ from rollout_service.replicas.heart import Heart
 from rollout_service.replicas.intake import Intake
 from rollout_service.replicas.lease_calls import DUE_AT_ONCE, LeaseCalls
 from rollout_service.replicas.prompt_calls import PromptCalls
-from rollout_service.replicas.resident import Resident
+from rollout_service.replicas.resident import NO_BUMP, Resident
 from rollout_service.replicas.serving import Serving
 from rollout_service.replicas.watch import Watch
 from rollout_service.store.shared import SharedStore
@@ -188,6 +188,9 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
     def _describe(self, replica_id: str) -> Replica:
         engines, healthy = self._healths()
         resident = self._resident
+        revision, bump = resident.last_bump
+        if revision != self.watch.enforced:
+            bump = NO_BUMP  # of another revision than the one that is reported
         return Replica(
             replica_id=replica_id,
             name=self._settings.name,
@@ -199,8 +202,8 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
             engines=engines,
             healthy_engines=healthy,
             enforced=self.watch.enforced,
-            stale_groups=resident.last_bump.stale_groups,
-            aborted_rollouts=resident.last_bump.aborted_rollouts,
+            stale_groups=bump.stale_groups,
+            aborted_rollouts=bump.aborted_rollouts,
         )
 
     # now and then

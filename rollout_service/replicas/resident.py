@@ -116,8 +116,8 @@ class Resident(Workshop):
         """Seq of a group that was lost -> how many had been planned: those of it are not told."""
         self._following = asyncio.Lock()
         self._committing: Batch | None = None
-        self.last_bump = NO_BUMP
-        """What the last revision cost the groups here."""
+        self.last_bump = 0, NO_BUMP
+        """The last revision that was followed, and what it cost the groups here."""
 
     # coming and going
 
@@ -142,7 +142,7 @@ class Resident(Workshop):
         self._uncounted.clear()
         self._counted.clear()
         self._void.clear()
-        self.last_bump = NO_BUMP
+        self.last_bump = 0, NO_BUMP
 
     async def abandon(self, why: str) -> None:
         """Abort everything; nothing of it may be settled by this replica again under its present claims."""
@@ -253,7 +253,7 @@ class Resident(Workshop):
             in_flight = self.core.in_flight
             self._drop(lost)
             bumped = self.core.follow(run, now=self._clock())
-            self.last_bump = replace(bumped, aborted_rollouts=in_flight - self.core.in_flight)
+            self.last_bump = run.revision, replace(bumped, aborted_rollouts=in_flight - self.core.in_flight)
             self.known = run
             self.turn()
 

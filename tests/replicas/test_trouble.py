@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from rollout_service.core.group import GroupPolicy
@@ -18,6 +19,18 @@ from tests.replicas.world import World
 S = GroupState
 ASK = LeaseRequest(max_groups=8, wait_s=5)
 FOUR = Policy(slots=4)
+
+
+def counted(thing: Any, name: str) -> Callable[[], int]:
+    """How often `thing`'s method was called from now on."""
+    method, calls = getattr(thing, name), []
+
+    def call(*given: Any, **named: Any) -> Any:
+        calls.append(name)
+        return method(*given, **named)
+
+    setattr(thing, name, call)
+    return lambda: len(calls)
 
 
 async def test_a_replica_cut_off_from_the_store_aborts_before_its_claims_end_and_another_goes_on():
@@ -54,7 +67,8 @@ async def test_a_short_outage_costs_nothing():
         world.memory.broken = "no space left"
         one.runner.release()
         await until(lambda: not one.runner.held, "answered")
-        await asyncio.sleep(0.3)  # a few tries meanwhile
+        tried = counted(one.store, "transact")
+        await until(lambda: tried() >= 5, "tried again and again")
         assert (one.observer.settled, one.runner.cancelled) == ([], [])
         world.memory.broken = None
         answer = await one.door.lease(ASK)
@@ -151,7 +165,8 @@ async def test_a_replica_without_engines_leaves_its_groups_to_those_that_have_so
         await until(
             lambda: [seen.replica.healthy_engines for seen in one.door.watch.overview.replicas][1:] == [1], "known"
         )
-        await asyncio.sleep(0.6)  # housekeeping has seen it once
+        looked = counted(one.door, "expire")
+        await until(lambda: looked() >= 2, "housekeeping has seen it")
         world.clock.now += 9
         await two.door.heart.beat()
         await one.door.heart.beat()

@@ -37,7 +37,7 @@ def main() -> int:
     print(f"DURABILITY_SEED={given.seed}", flush=True)
     try:
         return asyncio.run(_soak(given.seed, kills=given.kills, seconds=given.seconds))
-    except Exception:
+    except Exception:  # whatever went wrong is a failed soak, and its last line has to say so
         traceback.print_exc(file=sys.stdout)
         print(f"kills: {given.kills}, but the proof did not come to its end (above)")
         return 1
