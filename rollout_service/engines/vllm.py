@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
@@ -435,10 +435,14 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
         yield body[at : at + LARGE_BODY]
 
 
+_HUNG_UP: Final = ("disconnected", "closed connection", "incomplete chunked read")
+"""What httpx calls a connection that ended before its answer, or within it."""
+
+
 def _speaks_otherwise(error: Exception) -> bool:
-    """Whether something answered that speaks no HTTP, or other TLS than ours; a server that hung up did not answer."""
+    """Whether something answered that speaks no HTTP, or other TLS than ours; one that hung up said nothing of that."""
     if isinstance(error, httpx.RemoteProtocolError):
-        return "disconnected" not in str(error)
+        return not any(words in str(error) for words in _HUNG_UP)
     return isinstance(error, httpx.ConnectError) and "[SSL" in str(error)
 
 

@@ -161,7 +161,7 @@ class Workshop(ABC):
                 case StartRollouts():
                     self._plan_start(effect)
                 case StopRollouts():
-                    self.committer.after_commit_first(partial(self._stop_rollouts, effect))
+                    self._plan_stop(effect)
                 case StartScoring():
                     self._after_commit(partial(self._start_scoring, effect.group))
                 case StopScoring():
@@ -222,6 +222,9 @@ class Workshop(ABC):
         if self.closing or current is None or (current.attempt, current.version) != (group.attempt, group.version):
             return  # decided otherwise since; its stop follows and finds nothing to do
         self.work.start_rollouts(group, current.running.intersection(effect.rows), self.prompts[group.seq])
+
+    def _plan_stop(self, effect: StopRollouts) -> None:
+        self.committer.after_commit_first(partial(self._stop_rollouts, effect))
 
     def _stop_rollouts(self, effect: StopRollouts) -> None:
         self._observer.rollouts_aborted(self.work.stop_rollouts(effect.group, effect.rows))

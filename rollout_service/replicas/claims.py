@@ -49,6 +49,8 @@ class Claims:
     def __init__(self, store: SharedStore, resident: Resident, policy: Policy, observer: Observer) -> None:
         self._store, self._resident, self._policy, self._observer = store, resident, policy, observer
         self._wake = asyncio.Event()
+        self._group_size = 1
+        """Rollouts of the smallest group claimed last, to lock no more groups than there are slots for."""
         self._doubtful = False
         """A claim may have been committed and is not worked for."""
         self._one = asyncio.Lock()
@@ -106,6 +108,7 @@ class Claims:
         if taken is None:
             self._doubtful = False
             return 0
+        self._group_size = min((len(group.rows) for group in taken.adopted.groups), default=1)
         taken.happened.tell(self._observer)
         if resident.deals_with(taken.adopted.claims.keys()):
             await resident.settled()  # what we still have of it is of an earlier claim, and must be over first
@@ -120,7 +123,8 @@ class Claims:
     async def _take(self, replica_id: str, rows: int, doubtful: bool, tx: Transaction) -> _Taken | None:
         paced = await parts.paced(tx, self._policy)
         blocked = parts.load(tx, self._policy, paced=paced).blocked()
-        found = list(await tx.claimable(min(rows, AT_ONCE), pending=blocked is None))
+        most = min(-(-rows // self._group_size), AT_ONCE)
+        found = list(await tx.claimable(most, pending=blocked is None))
         if doubtful:
             found += await self._find_strays(tx, replica_id)
         if not found:

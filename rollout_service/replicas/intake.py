@@ -28,8 +28,10 @@ from rollout_service.store.shared import SharedStore, Transaction
 log = structlog.get_logger(__name__)
 
 READER = "prompts"
-ROOM_S = 0.1
-"""Between two looks whether there is room again, or another reader has left off."""
+ROOM_S = 0.25
+"""Between two looks whether there is room again: it is when half of it is free, and then it is much."""
+OTHER_S = 1.0
+"""Between two looks whether another reader has left off."""
 DONE_S = 5.0
 """Between two looks once every row was read: an operator may come back with a longer file."""
 RETRY_S = 1.0
@@ -92,12 +94,13 @@ class Intake:
                 log.exception("prompts_raised")
                 await asyncio.sleep(RETRY_S)
                 continue
-            if step is not None:
-                step.happened.tell(self._observer)
-                self.done = step.follows is _Next.DONE
-                if step.follows is _Next.READ:
-                    continue
-            await asyncio.sleep(DONE_S if self.done else ROOM_S)
+            if step is None:
+                await asyncio.sleep(OTHER_S)
+                continue
+            step.happened.tell(self._observer)
+            self.done = step.follows is _Next.DONE
+            if step.follows is not _Next.READ:
+                await asyncio.sleep(DONE_S if self.done else ROOM_S)
 
     async def _read(self, run: SharedRun, whole: Whole) -> _Read:
         """Rows from where the run is, as many as there is room for."""

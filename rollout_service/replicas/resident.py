@@ -2,7 +2,8 @@
 
 What always holds: only groups that the store says are this replica's, under the claim number known here, are settled by
 it; what was decided before the run changed (a new version, a pause, claims taken back) is not committed before that
-was taken into account; a group leaves when it is no longer generating or scoring, or is somebody else's.
+was taken into account; what a new version ends is aborted at once, because that version is committed; a group leaves
+when it is no longer generating or scoring, or is somebody else's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import structlog
 
 from rollout_service.core.changes import Bumped, Changes, Halt, Moved
 from rollout_service.core.group import Group, group_id
+from rollout_service.core.lifecycle import StopRollouts
 from rollout_service.core.model import GroupState, Prompt
 from rollout_service.core.records import Batch
 from rollout_service.core.scheduler import Scheduler
@@ -32,6 +34,8 @@ log = structlog.get_logger(__name__)
 
 WORKED_FOR = frozenset({GroupState.GENERATING, GroupState.SCORING})
 NO_BUMP = Bumped(version=0, previous=0, stale_groups=0, aborted_rollouts=0)
+BREATH_S = 0.01
+"""For aborts to have the event loop for themselves, as after the one writer's commit."""
 AGAIN_S = 0.2
 """Between two tries of a commit while the database is away; the work goes on meanwhile."""
 
@@ -115,6 +119,8 @@ class Resident(Workshop):
         self._void: dict[int, int] = {}
         """Seq of a group that was lost -> how many had been planned: those of it are not told."""
         self._following = asyncio.Lock()
+        self._aborting = False
+        """What stops now was decided by a commit already: the run's."""
         self._committing: Batch | None = None
         self.last_bump = 0, NO_BUMP
         """The last revision that was followed, and what it cost the groups here."""
@@ -252,10 +258,22 @@ class Resident(Workshop):
                 return
             in_flight = self.core.in_flight
             self._drop(lost)
+            self.collect()
             bumped = self.core.follow(run, now=self._clock())
+            self._aborting = True
+            self.collect()
+            self._aborting = False
             self.last_bump = run.revision, replace(bumped, aborted_rollouts=in_flight - self.core.in_flight)
             self.known = run
+            if in_flight > self.core.in_flight:
+                await asyncio.sleep(BREATH_S)
             self.turn()
+
+    def _plan_stop(self, effect: StopRollouts) -> None:
+        if self._aborting:
+            self._stop_rollouts(effect)
+        else:
+            super()._plan_stop(effect)
 
     async def _taken(self) -> set[int]:
         """Groups held here that are somebody else's now. Raises StoreUnavailable."""

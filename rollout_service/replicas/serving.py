@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 
 import structlog
@@ -40,6 +41,15 @@ class Made:
     lease: Lease
     happened: Happened | None = None
     """Of a lease made now."""
+
+
+class Nothing(Enum):
+    """Why there is no lease yet."""
+
+    YET = auto()
+    """The caller goes on waiting."""
+    DUE = auto()
+    """A lease is over whose groups could be given out once it is ended."""
 
 
 class Serving:
@@ -104,7 +114,7 @@ class Serving:
         waiter.decided = True  # whatever comes of this, its callers wait for it
         lease_id = self._new_id()
         making = asyncio.ensure_future(self._store.transact(partial(self._make, waiter.request, lease_id)))
-        outcome: Made | LeaseStatus | RolloutServiceError | None
+        outcome: Made | Nothing | LeaseStatus | RolloutServiceError | None
         try:
             outcome = await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -119,9 +129,9 @@ class Serving:
         except Exception as error:  # a fault of ours; the caller hears of it
             log.exception("lease_raised")
             outcome = StoreUnavailable(repr(error))
-        if outcome is None and await self._expired():
+        if outcome is Nothing.DUE and await self._expired():
             return await self._serve(waiter)
-        if outcome is None:
+        if isinstance(outcome, Nothing):
             waiter.take_back()
             return False
         if isinstance(outcome, Made):
@@ -150,7 +160,9 @@ class Serving:
         if not waiter.callers and waiter.request.request_id is None:  # nobody is there to take it (design 4.2)
             self._give_back(lease.lease_id)
 
-    async def _make(self, request: LeaseRequest, lease_id: str, tx: Transaction) -> Made | LeaseStatus | Halted | None:
+    async def _make(
+        self, request: LeaseRequest, lease_id: str, tx: Transaction
+    ) -> Made | Nothing | LeaseStatus | Halted:
         known = await known_lease(tx, request)
         if known is not None:
             return Made(lease=known)
@@ -174,7 +186,10 @@ class Serving:
                 await tx.hold_run()
                 await tx.set_run(replace(tx.run, pace_relaxed=version))
                 tx.signal(Signal.PENDING)
-            return end_of_wait(core)
+            end = end_of_wait(core)
+            if end is not None:
+                return end
+            return Nothing.DUE if await tx.leases_due(1) else Nothing.YET
         happened, _ = await parts.write(tx, core, policy)
         return Made(lease=lease, happened=happened)
 
@@ -197,8 +212,8 @@ async def known_lease(tx: Transaction, request: LeaseRequest) -> Lease | None:
 
 
 async def _ended(
-    making: asyncio.Future[Made | LeaseStatus | Halted | None],
-) -> Made | LeaseStatus | RolloutServiceError | None:
+    making: asyncio.Future[Made | Nothing | LeaseStatus | Halted],
+) -> Made | Nothing | LeaseStatus | RolloutServiceError | None:
     """The end of a transaction that runs on though its caller was cancelled."""
     try:
         async with asyncio.timeout(END_S):

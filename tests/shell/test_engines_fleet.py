@@ -459,6 +459,30 @@ async def test_an_address_that_speaks_no_http_is_refused_at_the_start() -> None:
         assert url in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 171\r\n\r\n{\"data\": [",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{\"dat\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-",
+        b"",
+    ],
+    ids=["body", "chunks", "headers", "nothing"],
+)
+async def test_one_whose_connections_break_at_the_start_is_down_and_no_mistake_of_the_configuration(
+    answer: bytes,
+) -> None:
+    async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1000)
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(break_off, "127.0.0.1", 0)
+    async with server, fleet_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as fleet:
+        (engine,) = fleet.describe()
+        assert not engine["healthy"]
+
+
 async def test_a_plain_server_under_an_https_url_is_refused_at_the_start() -> None:
     async with ScriptedEngine() as engine:
         with pytest.raises(ConfigError, match="SSL"):

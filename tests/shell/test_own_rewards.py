@@ -8,7 +8,7 @@ import pytest
 
 from rollout_service.core.model import DropReason, GroupState
 from rollout_service.core.scoring import OWN_REWARD
-from rollout_service.orchestrator import LeaseRequest, writer
+from rollout_service.orchestrator import LeaseRequest, workshop
 from rollout_service.store import MemoryStore
 from tests.fakes import Harness, Runner, finished, submission, until
 
@@ -28,13 +28,13 @@ async def test_a_rollouts_own_reward_is_added_to_those_of_the_functions_and_one_
 async def test_a_fault_of_ours_in_scoring_drops_that_group_and_the_next_is_delivered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = writer.judge
+    whole = workshop.judge
 
     def judge(*args: object, **kwargs: object) -> object:
-        monkeypatch.setattr(writer, "judge", whole)
+        monkeypatch.setattr(workshop, "judge", whole)
         raise KeyError("a fault of ours")
 
-    monkeypatch.setattr(writer, "judge", judge)
+    monkeypatch.setattr(workshop, "judge", judge)
     runner = Runner(answer=lambda job: finished(job.index))
     async with Harness(store=MemoryStore(max_staleness=4), runner=runner) as door:
         await door.submit([submission("a")])

@@ -17,6 +17,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+from structlog.testing import capture_logs
 
 from rollout_service.errors import ConfigError, StoreUnavailable
 from rollout_service.store import postgres_server
@@ -995,11 +996,11 @@ def pooler_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 async def test_behind_a_pooler_in_transaction_mode_transactions_work_and_signals_do_not(
-    url: str, pooler_folder: Path, capsys: pytest.CaptureFixture[str]
+    url: str, pooler_folder: Path
 ) -> None:
-    with running_pooler(cluster(), pooler_folder) as pooler:
+    with running_pooler(cluster(), pooler_folder) as pooler, capture_logs() as logs:
         async with opened(pooler.url(url), pool_size=6) as here, opened(pooler.url(url), pool_size=6) as there:
-            assert capsys.readouterr().out.count("signals_do_not_arrive") == 2
+            assert [said["event"] for said in logs].count("signals_do_not_arrive") == 2
             assert not here.pushes
             own, other = Heard(here), Heard(there)
 
