@@ -74,7 +74,8 @@ class CheckpointCalls(RunCalls):
             happened, _ = await parts.write(tx, core, self._policy)
             run = replace(tx.run.run, policy_version=checkpoint.policy_version)
             lowered = checkpoint.policy_version < tx.run.run.policy_version
-            await self._set(tx, replace(tx.run, run=run, returns=tx.run.returns + lowered, taken=tx.run.taken + 1))
+            went_back = replace(tx.run, run=run, pace_relaxed=None)
+            await parts.revise(tx, replace(went_back, returns=tx.run.returns + lowered, taken=tx.run.taken + 1))
             return checkpoint, bumped, len(ended), happened, tx.run
 
         checkpoint, bumped, reopened, happened, run = await self._store.transact(work, alone=True)

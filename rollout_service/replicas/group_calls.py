@@ -56,8 +56,7 @@ class GroupCalls(Calls):
             core.cancel(seq, now=tx.now)
             if claimed.owner is not None:
                 await tx.hold_run()
-                await tx.set_run(replace(tx.run, revision=tx.run.revision + 1, taken=tx.run.taken + 1))
-                tx.signal(Signal.RUN)
+                await parts.revise(tx, replace(tx.run, taken=tx.run.taken + 1))
             happened, _ = await parts.write(tx, core, self._policy)
             tx.signal(Signal.READY)
             return happened, claimed.owner is not None

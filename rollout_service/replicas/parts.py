@@ -16,6 +16,7 @@ from rollout_service.core.group import Checkpoint, Group, Lease, LeaseState
 from rollout_service.core.model import OUTSTANDING
 from rollout_service.core.records import Batch, RunState, Snapshot
 from rollout_service.core.scheduler import Policy, Scheduler
+from rollout_service.core.shared import SharedRun
 from rollout_service.orchestrator.batches import add_changes
 from rollout_service.orchestrator.parts import Observer
 from rollout_service.orchestrator.workshop import why_wasted
@@ -49,6 +50,11 @@ class Happened:
                 observer.group_moved(effect)
         if self.halt is not None:
             observer.halted(self.halt)
+
+
+def opening_nothing(policy: Policy) -> Policy:
+    """For cores that work for what others opened: dispatch gives them rows of what is open already."""
+    return replace(policy, max_ready_groups=0)
 
 
 def without_halts(policy: Policy) -> Policy:
@@ -120,7 +126,13 @@ async def count_streak(tx: Transaction, moves: Sequence[Moved], rules: streaks.H
             halt = streaks.halt_of(streak, group, rules, now=tx.now)
     run = replace(tx.run, streak=streak)
     if halt is not None:
-        run = replace(run, halt=halt, revision=run.revision + 1)
-        tx.signal(Signal.RUN)
-    await tx.set_run(run)
+        await revise(tx, replace(run, halt=halt))
+    else:
+        await tx.set_run(run)
     return halt
+
+
+async def revise(tx: Transaction, run: SharedRun) -> None:
+    """Make `run` the next revision: every replica takes it into account before it commits anything more."""
+    await tx.set_run(replace(run, revision=run.revision + 1))
+    tx.signal(Signal.RUN)

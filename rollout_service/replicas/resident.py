@@ -84,7 +84,7 @@ class Resident(Workshop):
         """`on_turn`: after every turn, slots may be free. `on_lost_store`: a commit failed for good."""
         super().__init__(
             # Groups are opened by the transactions that claim them; one that goes back to pending is everybody's.
-            replace(rules, policy=replace(parts.without_halts(rules.policy), max_ready_groups=0)),
+            replace(rules, policy=parts.opening_nothing(parts.without_halts(rules.policy))),
             store=store,
             commits=self,
             runner=runner,

@@ -21,7 +21,7 @@ from rollout_service.errors import Conflict
 from rollout_service.replicas import parts
 from rollout_service.replicas.calls import Calls
 from rollout_service.replicas.parts import Happened
-from rollout_service.store.shared import Signal, Transaction
+from rollout_service.store.shared import Transaction
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class RunCalls(Calls):
         bumped = core.post_version(version, now=tx.now)
         happened, _ = await parts.write(tx, core, self._policy)
         if version != previous:
-            await self._set(tx, replace(tx.run, run=replace(tx.run.run, policy_version=version)))
+            await parts.revise(tx, replace(tx.run, run=replace(tx.run.run, policy_version=version), pace_relaxed=None))
         return bumped, happened, tx.run
 
     async def _reset(self, version: int, tx: Transaction) -> tuple[Bumped, Happened, SharedRun]:
@@ -71,14 +71,9 @@ class RunCalls(Calls):
         core = parts.load(tx, self._policy, groups=groups.values(), leases=leases)
         bumped = core.post_version(version, now=tx.now, reset=True)
         happened, _ = await parts.write(tx, core, self._policy)
-        run = replace(tx.run, run=replace(tx.run.run, policy_version=version), returns=tx.run.returns + 1)
-        await self._set(tx, replace(run, taken=run.taken + 1))
+        went_back = replace(tx.run, run=replace(tx.run.run, policy_version=version), pace_relaxed=None)
+        await parts.revise(tx, replace(went_back, returns=tx.run.returns + 1, taken=tx.run.taken + 1))
         return bumped, happened, tx.run
-
-    async def _set(self, tx: Transaction, run: SharedRun) -> None:
-        await tx.set_run(replace(run, revision=run.revision + 1, pace_relaxed=None))
-        tx.signal(Signal.RUN)
-        tx.signal(Signal.PENDING)
 
     async def _everywhere(self, bumped: Bumped, run: SharedRun) -> Bumped:
         """Have `run` carried out here and by the others, and add what it cost them."""
@@ -106,9 +101,7 @@ class RunCalls(Calls):
             await tx.hold_run()
             changed = change(tx.run)
             if changed != tx.run:
-                await tx.set_run(replace(changed, revision=changed.revision + 1))
-                tx.signal(Signal.RUN)
-                tx.signal(Signal.PENDING)
+                await parts.revise(tx, changed)
             return tx.run
 
         run = await self._store.transact(work)

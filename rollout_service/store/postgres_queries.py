@@ -12,11 +12,12 @@ from typing import Final
 
 # --- sent with BEGIN: how to plan, and the lock of the run
 
-# Every statement goes from few keys to their rows. A plan that was made while a table was small is kept by its
-# connection, so it must be one that stays right when the table has grown. What is off counts as very dear, which is no
-# reason to compile anything.
+# Every statement goes from few keys to their rows, and is planned once a connection: planning it for its parameters each
+# time costs more than running it. So a plan that was made while a table was empty must be one that stays right when the
+# table has grown. What is off counts as very dear, which is no reason to compile anything.
 PLAN: Final = """
-SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; SET LOCAL jit = off
+SET LOCAL plan_cache_mode = force_generic_plan; SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off;
+SET LOCAL enable_mergejoin = off; SET LOCAL jit = off
 """
 
 SHARE_RUN: Final = "SELECT pg_advisory_xact_lock_shared(hashtext('rollout-service run'), hashtext(current_schema()))"
