@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import structlog
@@ -65,6 +65,21 @@ class Adopted:
     prompts: Mapping[int, Prompt]
 
 
+@dataclass(kw_only=True, slots=True)
+class _Commit:
+    """A batch on its way into the store; the next one is being filled meanwhile."""
+
+    number: int
+    """The same however often it is tried."""
+    batch: Batch
+    revision: int
+    """Of the run, as it was known when the batch was decided."""
+    counted: list[Moved]
+    """Moves in it that may count towards a halt."""
+    lost: set[int] = field(default_factory=set)
+    """Groups lost since it was tried last: to be taken out of it before it is tried again."""
+
+
 class Resident(Workshop):
     """Satisfies `Commits` for its own committer: a batch goes out as one fenced transaction."""
 
@@ -106,14 +121,10 @@ class Resident(Workshop):
         self.until = 0.0
         """Time of the event loop from which on others may take the claims over."""
         self._number = 0
-        self._decided_at = 0
-        """Revision at which the batch being committed was decided; `known` may be newer, and its batch the next one."""
-        self._dropped: set[int] = set()
-        """Groups lost while a batch is being committed: to be taken out of it before it is tried again."""
-        self._uncounted: list[Moved] = []
-        """Moves in the batch being filled that may count towards a halt."""
-        self._counted: list[Moved] = []
-        """The same of the batch being committed."""
+        """Of the last commit."""
+        self._commit: _Commit | None = None
+        self._moves: list[Moved] = []
+        """Those in the batch being filled that may count towards a halt."""
         self._planned = 0
         """Things to be told of groups, so far."""
         self._void: dict[int, int] = {}
@@ -121,7 +132,6 @@ class Resident(Workshop):
         self._following = asyncio.Lock()
         self._aborting = False
         """What stops now was decided by a commit already: the run's."""
-        self._committing: Batch | None = None
         self.last_bump = 0, NO_BUMP
         """The last revision that was followed, and what it cost the groups here."""
 
@@ -145,8 +155,7 @@ class Resident(Workshop):
         self._outcomes.clear()
         self._scores.clear()
         self._opening.clear()
-        self._uncounted.clear()
-        self._counted.clear()
+        self._moves.clear()
         self._void.clear()
         self.last_bump = 0, NO_BUMP
 
@@ -178,9 +187,9 @@ class Resident(Workshop):
     def deals_with(self, seqs: Collection[int]) -> bool:
         """Whether anything of these groups is still held or on its way into the store, under an earlier claim."""
         own = self.claims.keys() | seqs_of(self.committer.batch)
-        return not own.isdisjoint(seqs) or (
-            self._committing is not None and not seqs_of(self._committing).isdisjoint(seqs)
-        )
+        if self._commit is not None:
+            own |= seqs_of(self._commit.batch)
+        return not own.isdisjoint(seqs)
 
     def adopt(self, adopted: Adopted) -> None:
         """Work for groups that were claimed just now, and with which nothing here `deals`."""
@@ -233,7 +242,7 @@ class Resident(Workshop):
         self.prompts.discard(seq)
 
     def _moved(self, moved: Moved) -> None:
-        self._uncounted.append(moved)
+        self._moves.append(moved)
         super()._moved(moved)
 
     def _after_commit_of(self, seq: int, run: Callable[[], None]) -> None:
@@ -287,13 +296,13 @@ class Resident(Workshop):
             return
         self.collect()  # what they changed until now, so that it can be taken out
         take_out(self.committer.batch, seqs)
-        self._dropped.update(seqs)
+        self._moves = [moved for moved in self._moves if moved.after.seq not in seqs]
+        if self._commit is not None:
+            self._commit.lost.update(seqs)
         for seq in seqs:
             self._void[seq] = self._planned
             self.claims.pop(seq, None)
             self.prompts.discard(seq)
-        self._uncounted = [moved for moved in self._uncounted if moved.after.seq not in seqs]
-        self._counted = [moved for moved in self._counted if moved.after.seq not in seqs]
         void = {seq: self._planned for seq in seqs}
         for group in self.core.lose(seqs):
             self.survivors.end(group.seq, group.attempt)
@@ -317,20 +326,18 @@ class Resident(Workshop):
         A connection that is lost may have committed it: the batch's number tells when it is tried again.
         """
         self._number += 1
-        self._counted, self._uncounted = self._uncounted, []
-        self._decided_at = self.known.revision
-        self._dropped.clear()
-        self._committing = batch
+        commit = _Commit(number=self._number, batch=batch, revision=self.known.revision, counted=self._moves)
+        self._moves, self._commit = [], commit
         try:
-            while not await self._tried(batch):
+            while not await self._tried(commit):
                 pass
         finally:
-            self._committing = None
+            self._commit = None
 
-    async def _tried(self, batch: Batch) -> bool:
+    async def _tried(self, commit: _Commit) -> bool:
         """As `_try`; a store that is away is waited for."""
         try:
-            return await self._try(batch)
+            return await self._try(commit)
         except BatchRefused:
             raise  # begin again from what is stored
         except StoreUnavailable as error:
@@ -340,10 +347,10 @@ class Resident(Workshop):
             await asyncio.sleep(AGAIN_S)
             return False
 
-    async def _try(self, batch: Batch) -> bool:
-        """Whether `batch` is committed; else it was brought up to date and is to be tried again."""
+    async def _try(self, commit: _Commit) -> bool:
+        """Whether its batch is committed; else it was brought up to date and is to be tried again."""
         try:
-            halt = await self._shared_store.transact(partial(self._write, batch, self._number))
+            halt = await self._shared_store.transact(partial(self._write, commit))
         except Changed as changed:
             await self.follow(changed.run)
         except Lost as lost:
@@ -353,26 +360,29 @@ class Resident(Workshop):
                 log.error("halted", reason=halt.reason, group_id=halt.group_id, error=halt.error)
                 self._observer.halted(halt)
             return True
-        take_out(batch, self._dropped)  # first: one that was lost may have been claimed again since
-        self._dropped.clear()
-        # what that decided goes out with this batch, whose decisions it corrects
-        absorb(batch, self.committer.batch)
-        self._counted += self._uncounted
-        self._uncounted = []
-        self._decided_at = self.known.revision
+        # first: one that was lost may have been claimed again since
+        take_out(commit.batch, commit.lost)
+        commit.counted = [moved for moved in commit.counted if moved.after.seq not in commit.lost]
+        commit.lost.clear()
+        # what following decided goes out with this batch, whose decisions it corrects
+        absorb(commit.batch, self.committer.batch)
+        commit.counted += self._moves
+        self._moves = []
+        commit.revision = self.known.revision
         return False
 
-    async def _write(self, batch: Batch, number: int, tx: Transaction) -> Halt | None:
+    async def _write(self, commit: _Commit, tx: Transaction) -> Halt | None:
+        batch = commit.batch
         touched = seqs_of(batch)
         held = await tx.claims(touched)
-        if not await tx.once(self.replica_id, number):
+        if not await tx.once(self.replica_id, commit.number):
             return None
-        if tx.run.revision != self._decided_at:
+        if tx.run.revision != commit.revision:
             raise Changed(tx.run)
         lost = {seq for seq in touched if held.get(seq) != (self.replica_id, self.claims.get(seq))}
         if lost:
             raise Lost(lost)
-        halt = await parts.count_streak(tx, self._counted, self._halts)
+        halt = await parts.count_streak(tx, commit.counted, self._halts)
         await tx.write(batch, owner=self.replica_id)
         states = {group.state for group in batch.groups.values()}
         if states & {GroupState.READY, GroupState.STALE, GroupState.DROPPED, GroupState.FAILED}:
