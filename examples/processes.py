@@ -55,15 +55,16 @@ class Process:
     def wait_ready(self, url: str, within_s: float) -> float:
         """Wait until GET `url` answers 200; returns the seconds it took. ProcessEnded if it never does."""
         started = time.monotonic()
-        while (waited := time.monotonic() - started) < within_s:
-            if self.popen.poll() is not None:
-                raise ProcessEnded(f"{self.name} ended with {self.popen.returncode}; its log:\n{self.tail()}")
-            try:
-                if httpx.get(url, timeout=5).status_code == 200:
-                    return waited
-            except httpx.TransportError:
-                pass  # not listening yet
-            time.sleep(POLL_S)
+        with httpx.Client(timeout=5) as http:
+            while (waited := time.monotonic() - started) < within_s:
+                if self.popen.poll() is not None:
+                    raise ProcessEnded(f"{self.name} ended with {self.popen.returncode}; its log:\n{self.tail()}")
+                try:
+                    if http.get(url).status_code == 200:
+                        return waited
+                except httpx.TransportError:
+                    pass  # not listening yet
+                time.sleep(POLL_S)
         raise ProcessEnded(f"{self.name} did not answer {url} within {within_s:.0f} s; its log:\n{self.tail()}")
 
     def tail(self, size: int = 3000) -> str:

@@ -11,10 +11,9 @@ import asyncio
 import gc
 import json
 import math
-import os
 import re
+import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -24,10 +23,12 @@ from typing import Any
 
 import httpx
 import structlog
+import uvicorn
 
 from rollout_service.app import Parts
 from rollout_service.server import Server
 from rollout_service.settings import Settings
+from tests.durability.lives import Lives
 
 OUTSTANDING = ("pending", "generating", "scoring", "ready", "leased")
 TERMINAL = ("acked", "stale", "dropped", "failed")
@@ -129,7 +130,13 @@ class Api:
 
     def connect(self, port: int) -> None:
         limits = httpx.Limits(max_connections=None)
-        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits, trust_env=False)
+        self.http = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}",
+            timeout=60,
+            limits=limits,
+            trust_env=False,
+            verify=False,  # noqa: S501 - it is plain HTTP
+        )
 
     # versions
 
@@ -241,6 +248,16 @@ class Api:
         return sum(found.values())
 
 
+class _Server(Server):
+    """Leaves the garbage collector as it is: that is a setting of the whole process, and the tests outlive the service.
+
+    With the collector switched off after the first such service, the rest of the tests kept a gigabyte of garbage.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await uvicorn.Server.startup(self, sockets)
+
+
 class LiveService(Api):
     """The service in the test's own event loop. `stop` and `start` keep its directory."""
 
@@ -250,7 +267,7 @@ class LiveService(Api):
         super().__init__(self.settings.groups.max_staleness)
         self.logs: list[Any] = []
         self.port = 0
-        self.server: Server | None = None
+        self.server: _Server | None = None
         self._parts: Parts
         self._serving: asyncio.Task[None]
         self._capture: Any = None
@@ -269,7 +286,7 @@ class LiveService(Api):
         sock = socket.socket()
         sock.bind(("127.0.0.1", 0))
         self.port = sock.getsockname()[1]
-        self.server = Server(self.settings, self._parts)
+        self.server = _Server(self.settings, self._parts)
         self._serving = asyncio.create_task(self.server.serve(sockets=[sock]))
         self.connect(self.port)
         server = self.server
@@ -285,9 +302,9 @@ class LiveService(Api):
         await self._parts.stop()
         self.server = None
         self._let_go()
+        assert gc.isenabled(), "the service switched the collector off for all tests after it"
 
     def _let_go(self) -> None:
-        gc.unfreeze()  # the server freezes what lives at its start; this process outlives it
         sys.path[:] = self._path
         self._capture.__exit__(None, None, None)
 
@@ -316,24 +333,20 @@ class LiveService(Api):
 class ServiceProcess(Api):
     """`rollout-service serve` as a process of its own, for what only a kill shows. `start` keeps directory and port."""
 
-    def __init__(self, directory: Path, urls: list[str], **changes: Any) -> None:
-        self.directory, self.port = directory, free_port()
+    def __init__(self, lives: Lives, directory: Path, urls: list[str], **changes: Any) -> None:
+        self.lives, self.directory, self.port = lives, directory, free_port()
         values = tables(directory, urls, **changes)
         super().__init__(values["groups"]["max_staleness"])
         (directory / "rollout.toml").write_text(to_toml(values))
-        self.process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> ServiceProcess:
-        self.process = await run_cli(
-            self.directory, "serve", "--config", "rollout.toml", "--port", str(self.port), log="service.log"
-        )
+        await self.lives.begin(self.directory, "serve", "--config", "rollout.toml", "--port", str(self.port))
         self.connect(self.port)
         await until(self._ready, 60, "/readyz is 200")
         return self
 
     async def _ready(self) -> bool:
-        assert self.process is not None
-        assert self.process.returncode is None, self.log()[-3000:]
+        assert not self.lives.over, self.log()[-3000:]
         try:
             return await self.probe("/readyz") == 200
         except httpx.TransportError:
@@ -344,26 +357,13 @@ class ServiceProcess(Api):
 
     async def kill(self) -> None:
         """As `kill -9` does."""
-        if self.process is not None and self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
+        if self.lives.pid is not None:
+            self.lives.signal(signal.SIGKILL)
+            await self.lives.ended()
         await self.http.aclose()
 
     def reward_calls(self) -> list[dict[str, Any]]:
         return reward_calls(self.directory)
-
-
-async def run_cli(directory: Path, *arguments: str, log: str | None = None) -> asyncio.subprocess.Process:
-    """Start the command line in `directory`; its output goes to the file `log`, or to pipes."""
-    repository = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = (sys.executable, "-m", "rollout_service", *arguments)
-    environ = os.environ | {"PYTHONPATH": path}
-    if log is None:
-        out = subprocess.PIPE
-        return await asyncio.create_subprocess_exec(*command, cwd=directory, env=environ, stdout=out, stderr=out)
-    with open(directory / log, "ab") as file:
-        return await asyncio.create_subprocess_exec(*command, cwd=directory, env=environ, stdout=file, stderr=file)
 
 
 @asynccontextmanager

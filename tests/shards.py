@@ -1,7 +1,8 @@
 """All tests, in three pytest processes side by side: most wait for a process or a clock, and two cores are idle then.
 
 What always holds: each test file is in exactly one shard (the last takes whatever the others do not name); each
-shard's output is printed whole, one after the other; the exit status is 0 only where both passed.
+shard's output is printed whole, one after the other; the exit status is 0 only where all passed. Whatever they start
+finds the service compiled: hundreds of processes would each compile it again, for half a second.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NAMED = (("e2e", "monitoring", "page", "core"), ("contract", "durability", "repl
 """About a third of the time each. Whatever runs a real vLLM server stays in one process, so that no two of them run at
 once, and so do the databases."""
 LIMIT_S = 50 * 60.0
-"""Twice what both take here; pytest-timeout cannot end a test that waits on uvloop, which swallows its signal."""
+"""Twice what all take here; pytest-timeout cannot end a test that waits on uvloop, which swallows its signal."""
 NO_TESTS = 5
 """pytest's exit status where `-k` or `-m` left nothing of a shard."""
 
@@ -46,15 +47,18 @@ def _ended(process: subprocess.Popen[bytes], started: float) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """`arguments` go to both."""
+    """`arguments` go to all."""
     started = time.monotonic()
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory(prefix="rollout-tests-") as folder:
         running = []
         for number, paths in enumerate(shards()):
             log = Path(folder) / f"shard-{number}.log"
             command = [sys.executable, "-m", "pytest", *paths, *arguments]
             with log.open("wb") as file:
-                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=TESTS.parent)
+                process = subprocess.Popen(
+                    command, stdout=file, stderr=subprocess.STDOUT, cwd=TESTS.parent, env=environ
+                )
             running.append((paths, log, process))
         try:
             codes = [_ended(process, started) for _, _, process in running]

@@ -1,7 +1,8 @@
 """What the core changed, as what the store keeps of it.
 
 What always holds: a group's payload is removed in the commit of its end, unless a lease that lives on may have to be
-answered again with it: then in the commit of the lease's end.
+answered again with it: then in the commit of the lease's end. Where several leases had the group, one after the other,
+it is the end of the one it was acked under that counts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from rollout_service.core.scheduler import Scheduler
 
 
 def add_changes(batch: Batch, changes: Changes, core: Scheduler) -> None:
-    """Put `changes` of `core`, but the run, into `batch`. Every outstanding group of a lease in them is in `core`."""
+    """Put `changes` of `core`, but the run, into `batch`. Every outstanding group of a lease in them is in `core`.
+
+    A core that holds a part of the leases only cannot tell what others still need: that is its caller's to leave out.
+    """
     batch.groups.update(changes.groups)
     batch.leases.update(changes.leases)
     for name in changes.forgotten:
@@ -25,7 +29,10 @@ def add_changes(batch: Batch, changes: Changes, core: Scheduler) -> None:
     batch.forget_attempts |= changes.new_attempts
     for lease in changes.leases.values():
         if lease.state is not LeaseState.LIVE:
-            batch.forget_payloads.update(seq for seq, _ in lease.groups if seq not in core.groups)
+            over = {seq for seq, _ in lease.groups if seq not in core.groups}
+            if not over <= changes.groups.keys():  # one ended before: given back in time, and acked under a later lease
+                over.difference_update(seq for other in core.leases.values() for seq, _ in other.groups)
+            batch.forget_payloads |= over
     for effect in changes.effects:
         if isinstance(effect, Moved) and effect.after.state.terminal:
             holder = effect.before.lease_id or effect.after.acked_by

@@ -1,12 +1,14 @@
 """Claiming groups to work for, as slots are free.
 
 What always holds: a group is claimed, opened and given its version in one transaction, before anything of it is sent;
-no more are claimed than there are slots for; what others left half done goes before what is new.
+no more are claimed than there are slots for, but for those that only have to be scored, which need none; what others
+left half done goes before what is new.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,6 +55,8 @@ class Claims:
         """Rollouts of the smallest group claimed last, to lock no more groups than there are slots for."""
         self._doubtful = False
         """A claim may have been committed and is not worked for."""
+        self._due = 0.0
+        """Time of the event loop at which to look at everything, whatever was signalled."""
         self._one = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -69,13 +73,14 @@ class Claims:
         self._wake.set()
 
     async def _work(self) -> None:
+        clock = asyncio.get_running_loop().time
         while True:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):
                     await self._wake.wait()
-            except TimeoutError:
-                self._doubtful = True  # a signal may have been lost, and whatever else: look at everything
             self._wake.clear()
+            if clock() >= self._due:
+                self._doubtful, self._due = True, clock() + AGAIN_S  # a signal may have been lost, and whatever else
             try:
                 while await self.claim(self._resident.free):
                     pass
@@ -91,13 +96,16 @@ class Claims:
         return await self.claim(1)
 
     async def claim(self, rows: int) -> int:
-        """Claim groups for `rows` free slots; how many. Raises StoreUnavailable."""
+        """Claim groups for `rows` free slots; how many. Raises StoreUnavailable.
+
+        Without any: those that only have to be scored, where it is time to look at everything.
+        """
         async with self._one:
             return await self._claim(rows)
 
     async def _claim(self, rows: int) -> int:
         resident = self._resident
-        if rows <= 0 or resident.away or resident.closing:
+        if resident.away or resident.closing or (rows <= 0 and not self._doubtful):
             return 0
         replica_id = resident.replica_id
 
@@ -114,7 +122,7 @@ class Claims:
             await resident.settled()  # what we still have of it is of an earlier claim, and must be over first
         if resident.replica_id != replica_id or resident.away:
             return 0  # it left and came back as another meanwhile; the claims were given back with the old one
-        if resident.known.taken > taken.taken:
+        if resident.taken > taken.taken:
             return 0  # some may be somebody else's by now: the next look finds those that are still ours
         resident.adopt(taken.adopted)
         self._doubtful = False
@@ -123,15 +131,18 @@ class Claims:
     async def _take(self, replica_id: str, rows: int, doubtful: bool, tx: Transaction) -> _Taken | None:
         paced = await parts.paced(tx, self._policy)
         blocked = parts.load(tx, self._policy, paced=paced).blocked()
-        most = min(-(-rows // self._group_size), AT_ONCE)
-        found = list(await tx.claimable(most, pending=blocked is None))
+        if rows > 0:
+            most = min(-(-rows // self._group_size), AT_ONCE)
+            found = list(await tx.claimable(most, pending=blocked is None))
+        else:
+            found = list(await tx.claimable_to_score(AT_ONCE))
         if doubtful:
             found += await self._find_strays(tx, replica_id)
         if not found:
             return None
         core = parts.load(tx, self._policy, groups=[claimed.group for claimed in found], paced=paced)
         core.recover(now=tx.now)  # of the opened ones: whoever had sent their rows is gone
-        core.dispatch(now=tx.now, capacity=rows)
+        core.dispatch(now=tx.now, capacity=max(rows, 0))
         work = {seq: group for seq, group in core.groups.items() if group.state in WORKED_FOR}
         happened, claims = await parts.write(tx, core, self._policy, batch=Batch(groups=work), owner=replica_id)
         mine = [_not_sent(group) for seq, group in sorted(work.items()) if seq in claims]

@@ -58,9 +58,13 @@ class LeaseCalls(Calls):
                 check_same_request(waiter.request.parameters, request)
         if waiter is None:
             waiter = Waiter(request)
-            line.join(waiter)
+            self._serving.join(waiter)
         self._serving.look()
         outcome = await line.wait(waiter, request.wait_s, hung_up, abandon=self.abandon, left=self._serving.look)
+        if outcome is LeaseStatus.EMPTY and request.request_id is not None and not self._closing:
+            made = await self._store.transact(partial(known_lease, request=request))
+            if made is not None:  # for another caller with this id, at another replica, while this one stood in line
+                outcome = made
         if isinstance(outcome, LeaseStatus):
             if outcome is LeaseStatus.EXHAUSTED:
                 await self.watch.look()

@@ -104,12 +104,24 @@ async def write(
     changes = core.take_changes()
     batch = batch or Batch()
     add_changes(batch, changes, core)
+    batch.forget_payloads -= await _needed_elsewhere(tx, changes, batch.forget_payloads - changes.groups.keys())
     moves = [effect for effect in changes.effects if isinstance(effect, Moved)]
     losing = {move.after.seq for move in moves if why_wasted(move) is not None}
     tokens = await tx.tokens(losing) if losing else {}
     halt = await count_streak(tx, moves, policy.halts)
     claims = await tx.write(batch, owner=owner)
     return Happened(changes=changes, tokens=tokens, halt=halt, now=tx.now), claims
+
+
+async def _needed_elsewhere(tx: Transaction, changes: Changes, ended: Collection[int]) -> set[int]:
+    """Those of `ended`, groups that ended before, whose payload is none of a lease in `changes`.
+
+    They were acked under another one: it forgets them at its own end, or has done so.
+    """
+    if not ended:
+        return set()
+    found = await tx.groups(ended)
+    return {seq for seq, each in found.items() if each.group.acked_by not in (None, *changes.leases)}
 
 
 async def count_streak(tx: Transaction, moves: Sequence[Moved], rules: streaks.HaltRules) -> Halt | None:

@@ -69,7 +69,7 @@ class Condition:
         self._since: float | None = None
 
     def lasted(self, holds: bool, seconds: float, now: float) -> bool:
-        """Whether it has held for so long; then it begins anew."""
+        """Whether it has held for so long by a clock that nobody sets; then it begins anew."""
         if not holds:
             self._since = None
             return False
@@ -97,9 +97,13 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         source: PromptSource | None = None,
         digest: Callable[[Prompt], bytes] | None = None,
         clock: Clock = time.time,
+        steady: Callable[[], float] = time.monotonic,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
-        """`healths`: engines in all, and healthy ones, for the other replicas to know."""
+        """`healths`: engines in all, and healthy ones, for the other replicas to know.
+
+        `steady`: seconds, by a clock that nobody sets.
+        """
         if (source is None) is not (digest is None):
             raise ValueError("a prompt source and the digest of its prompts come together")
         resident = Resident(
@@ -115,6 +119,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         )
         super().__init__(store, rules, observer, resident)
         self._settings, self._engines, self._healths, self._clock = settings, engines, healths, clock
+        self._steady = steady
         self._fingerprint = "" if source is None else source.fingerprint
         self._claims = Claims(store, resident, self._policy, observer)
         self._serving = Serving(store, self._policy, observer, new_id, self._give_back, self.expire)
@@ -230,10 +235,10 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         here, others = self._engines.healthy_capacity() > 0, self._others_have_engines()
         stopped = run.halt is not None or run.run.paused or run.run.policy_version < self._policy.wait_for_version
         wanted = counts[GroupState.PENDING] > 0 or self._resident.core.wants_engine
-        if self._without.lasted(not here and others and bool(self._resident.claims), GIVE_BACK_S, self._clock()):
+        if self._without.lasted(not here and others and bool(self._resident.claims), GIVE_BACK_S, self._steady()):
             self.heart.lost_store("no engine is healthy here, and other replicas have some")
         if self._nowhere.lasted(
-            wanted and not stopped and not here and not others, self._rules.engine_wait_s, self._clock()
+            wanted and not stopped and not here and not others, self._rules.engine_wait_s, self._steady()
         ):
             if not self._resident.core.wants_engine:
                 await self._claims.claim_one()

@@ -56,6 +56,19 @@ class Lost(Exception):
         self.seqs = seqs
 
 
+class Telling:
+    """Something to be told of a group once it is committed."""
+
+    __slots__ = ("void",)
+
+    def __init__(self) -> None:
+        self.void = False
+
+
+Tellings = dict[int, list[Telling]]
+"""By seq."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adopted:
     """Groups claimed in one transaction."""
@@ -76,6 +89,8 @@ class _Commit:
     """Of the run, as it was known when the batch was decided."""
     counted: list[Moved]
     """Moves in it that may count towards a halt."""
+    tellings: Tellings
+    """Of its groups: what a lost one is not told is what was not committed."""
     lost: set[int] = field(default_factory=set)
     """Groups lost since it was tried last: to be taken out of it before it is tried again."""
 
@@ -114,6 +129,8 @@ class Resident(Workshop):
         self.replica_id = ""
         self.known = SharedRun()
         """The run as it was taken into account last."""
+        self.taken = 0
+        """Of the newest run there is word of: what was claimed before may be somebody else's; nobody looks again."""
         self.claims: dict[int, int] = {}
         """Seq -> claim number of every group held."""
         self.away = True
@@ -125,10 +142,8 @@ class Resident(Workshop):
         self._commit: _Commit | None = None
         self._moves: list[Moved] = []
         """Those in the batch being filled that may count towards a halt."""
-        self._planned = 0
-        """Things to be told of groups, so far."""
-        self._void: dict[int, int] = {}
-        """Seq of a group that was lost -> how many had been planned: those of it are not told."""
+        self._tellings: Tellings = {}
+        """Of the batch being filled."""
         self._following = asyncio.Lock()
         self._aborting = False
         """What stops now was decided by a commit already: the run's."""
@@ -141,7 +156,7 @@ class Resident(Workshop):
         """Work under this id from now on, with nothing claimed."""
         self.replica_id, self._number = replica_id, 0
         self._empty()
-        self.known = run
+        self.known, self.taken = run, run.taken
         self.core.follow(run, now=self._clock())
         self.away = False
         self.committer.start()
@@ -156,7 +171,7 @@ class Resident(Workshop):
         self._scores.clear()
         self._opening.clear()
         self._moves.clear()
-        self._void.clear()
+        self._tellings.clear()
         self.last_bump = 0, NO_BUMP
 
     async def abandon(self, why: str) -> None:
@@ -246,11 +261,11 @@ class Resident(Workshop):
         super()._moved(moved)
 
     def _after_commit_of(self, seq: int, run: Callable[[], None]) -> None:
-        self._planned += 1
-        number = self._planned
+        telling = Telling()
+        self._tellings.setdefault(seq, []).append(telling)
 
         def unless_lost() -> None:
-            if self._void.get(seq, 0) < number:
+            if not telling.void:
                 run()
 
         self._after_commit(unless_lost)
@@ -262,6 +277,7 @@ class Resident(Workshop):
         async with self._following:
             if self.away or run.revision <= self.known.revision:
                 return
+            self.taken = max(self.taken, run.taken)  # first: a claim may be on its way back while we ask
             lost = await self._taken() if run.taken != self.known.taken else set()
             if self.away:
                 return
@@ -299,24 +315,16 @@ class Resident(Workshop):
         self._moves = [moved for moved in self._moves if moved.after.seq not in seqs]
         if self._commit is not None:
             self._commit.lost.update(seqs)
+        _cancel(self._tellings, seqs)
         for seq in seqs:
-            self._void[seq] = self._planned
             self.claims.pop(seq, None)
             self.prompts.discard(seq)
-        void = {seq: self._planned for seq in seqs}
         for group in self.core.lose(seqs):
             self.survivors.end(group.seq, group.attempt)
             self.work.stop_scoring(group)
             self._observer.rollouts_aborted(self.work.stop_rollouts(group, group.running))
         self.core.take_changes()
-        self.committer.after_commit(partial(self._forget_void, void))
         log.info("claims_taken", groups=[group_id(seq) for seq in sorted(seqs)])
-
-    def _forget_void(self, void: Mapping[int, int]) -> None:
-        """What was planned by then has passed."""
-        for seq, planned in void.items():
-            if self._void.get(seq) == planned:
-                del self._void[seq]
 
     # commits
 
@@ -326,8 +334,14 @@ class Resident(Workshop):
         A connection that is lost may have committed it: the batch's number tells when it is tried again.
         """
         self._number += 1
-        commit = _Commit(number=self._number, batch=batch, revision=self.known.revision, counted=self._moves)
-        self._moves, self._commit = [], commit
+        commit = _Commit(
+            number=self._number,
+            batch=batch,
+            revision=self.known.revision,
+            counted=self._moves,
+            tellings=self._tellings,
+        )
+        self._moves, self._tellings, self._commit = [], {}, commit
         try:
             while not await self._tried(commit):
                 pass
@@ -363,11 +377,14 @@ class Resident(Workshop):
         # first: one that was lost may have been claimed again since
         take_out(commit.batch, commit.lost)
         commit.counted = [moved for moved in commit.counted if moved.after.seq not in commit.lost]
+        _cancel(commit.tellings, commit.lost)  # only now: until it was refused it may have been committed
         commit.lost.clear()
         # what following decided goes out with this batch, whose decisions it corrects
         absorb(commit.batch, self.committer.batch)
         commit.counted += self._moves
-        self._moves = []
+        for seq, tellings in self._tellings.items():
+            commit.tellings.setdefault(seq, []).extend(tellings)
+        self._moves, self._tellings = [], {}
         commit.revision = self.known.revision
         return False
 
@@ -395,3 +412,9 @@ class Resident(Workshop):
         if not self.closing:
             self._observer.commit_failed(str(error))
             self._on_lost_store(str(error))
+
+
+def _cancel(tellings: Tellings, seqs: Collection[int]) -> None:
+    for seq in seqs:
+        for telling in tellings.pop(seq, ()):
+            telling.void = True

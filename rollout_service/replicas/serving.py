@@ -1,7 +1,8 @@
 """Lease calls that wait at this replica meet what is ready in the store.
 
 What always holds: a lease is made in one transaction that holds its groups and the policy version; callers here are
-served in order of arrival; a `request_id` makes one lease over all replicas.
+served in order of arrival, and nobody is told `empty` before a look for them that began while they waited; a
+`request_id` makes one lease over all replicas.
 """
 
 from __future__ import annotations
@@ -89,6 +90,11 @@ class Serving:
             await asyncio.gather(self._task, return_exceptions=True)
         self.line.settle_all(LeaseStatus.EMPTY)
 
+    def join(self, waiter: Waiter) -> None:
+        """Wait in the line, for the end of the next look even where the caller will not wait."""
+        waiter.decided = True
+        self.line.join(waiter)
+
     def look(self) -> None:
         """There may be something for those who wait."""
         if len(self.line):
@@ -102,9 +108,15 @@ class Serving:
             except TimeoutError:
                 pass  # a signal may have been lost
             self._wake.clear()
+            waiting = list(self.line)
+            for waiter in waiting:
+                waiter.decided = True
             try:
-                while (waiter := self.line.first()) is not None and await self._serve(waiter):
+                while (first := self.line.first()) is not None and await self._serve(first):
                     pass
+                for waiter in waiting:
+                    if waiter.decided and not waiter.future.done():  # behind one for whom there is not enough
+                        waiter.take_back()
             except Exception as error:  # a fault of ours must not leave everybody waiting for nothing
                 log.exception("serving_raised")
                 self.line.settle_all(StoreUnavailable(repr(error)))
@@ -136,6 +148,8 @@ class Serving:
             return False
         if isinstance(outcome, Made):
             self._made(waiter, outcome)
+        elif isinstance(outcome, StoreUnavailable):
+            self.line.settle_all(outcome)  # or each of them would wait for as long as the store takes to fail
         else:
             self.line.settle(waiter, outcome)
         return True

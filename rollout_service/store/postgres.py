@@ -23,7 +23,7 @@ from rollout_service.errors import ConfigError, StoreUnavailable
 from rollout_service.store import postgres_queries as sql
 from rollout_service.store import postgres_read as read
 from rollout_service.store import postgres_schema
-from rollout_service.store.postgres_connections import Connections
+from rollout_service.store.postgres_connections import Connections, notification
 from rollout_service.store.postgres_transaction import PostgresTransaction
 from rollout_service.store.postgres_write import BatchWriter, refusals, write_ends, write_run
 from rollout_service.store.shared import Signal, Transaction
@@ -189,7 +189,9 @@ class PostgresStore:
             return await self._transacted(connection, work)
 
         first = f"{sql.PLAN};{lock}" if exclusive is None else sql.PLAN
-        result, signals = await self._kept(self._open().run(in_turn, first=first), shielded=False)
+        result, signals = await self._kept(
+            self._open().run(in_turn, first=first, last=lambda done: _told(done[1])), shielded=False
+        )
         self._tell(signals)
         return result
 
@@ -207,7 +209,9 @@ class PostgresStore:
             await connection.execute(sql.SHARE_RUN)
             return await self._transacted(connection, partial(work, prepared))
 
-        result, signals = await self._kept(self._open().run(if_free, first=sql.PLAN), shielded=False)
+        result, signals = await self._kept(
+            self._open().run(if_free, first=sql.PLAN, last=lambda done: _told(done[1])), shielded=False
+        )
         self._tell(signals)
         return result
 
@@ -227,12 +231,12 @@ class PostgresStore:
         signals = set() if signal is None else {signal}
 
         async def beaten(connection: Connection[Record]) -> bool:
-            if await connection.fetchval(sql.BEAT, *read.replica_row(replica), lease_s) is None:
-                return False
-            await _notify(connection, signals)
-            return True
+            return await connection.fetchval(sql.BEAT, *read.replica_row(replica), lease_s) is not None
 
-        known = await self._kept(self._open().run(beaten, first=sql.PLAN, reserved=True), shielded=False)
+        known = await self._kept(
+            self._open().run(beaten, first=sql.PLAN, last=lambda known: _told(signals) if known else "", reserved=True),
+            shielded=False,
+        )
         if known:
             self._tell(signals)
         return known
@@ -244,15 +248,14 @@ class PostgresStore:
             forfeit = [row["seq"] for row in await connection.fetch(sql.LOCK_FORFEIT, gone)]
             if not overdue and not forfeit:
                 return [], set()
-            signals = {Signal.RUN, Signal.PENDING}
             await connection.execute(sql.DISOWN, forfeit)
             await connection.execute(sql.FORGET_REPLICAS, gone)
             await connection.execute(sql.COUNT_TAKEN)
-            await _notify(connection, signals)
-            return [row["name"] for row in overdue], signals
+            return [row["name"] for row in overdue], {Signal.RUN, Signal.PENDING}
 
+        first = f"{sql.PLAN};{sql.SHARE_RUN}"
         names, signals = await self._kept(
-            self._open().run(expelled, first=f"{sql.PLAN};{sql.SHARE_RUN}"), shielded=False
+            self._open().run(expelled, first=first, last=lambda done: _told(done[1])), shielded=False
         )
         self._tell(signals)
         return names
@@ -304,11 +307,7 @@ class PostgresStore:
 
         async def looked() -> T:
             async with self._turns.read():
-                return await connections.look(planned)
-
-        async def planned(connection: Connection[Record]) -> T:
-            await connection.execute(sql.PLAN)
-            return await work(connection)
+                return await connections.look(work, first=sql.PLAN)
 
         return await self._kept(looked(), shielded=False)
 
@@ -317,9 +316,7 @@ class PostgresStore:
     ) -> tuple[T, set[Signal]]:
         transaction = PostgresTransaction(connection, max_staleness=self._max_staleness)
         await transaction.begin()
-        result = await work(transaction)
-        await _notify(connection, transaction.signals)
-        return result, transaction.signals
+        return await work(transaction), transaction.signals
 
     def _tell(self, signals: Collection[Signal]) -> None:
         """What a durable transaction signalled: this store's own watcher hears of it at once."""
@@ -341,10 +338,9 @@ class PostgresStore:
             self._hear(signal.value)
 
 
-async def _notify(connection: Connection[Record], signals: Collection[Signal]) -> None:
-    urgent = [signal.value for signal in signals if signal in URGENT]
-    if urgent:
-        await connection.execute(sql.NOTIFY, urgent)
+def _told(signals: Collection[Signal]) -> str:
+    """SQL that tells the urgent ones."""
+    return "; ".join(notification(signal.value) for signal in signals if signal in URGENT)
 
 
 def _check_rival(replica: Replica, other: Record, name: str) -> None:

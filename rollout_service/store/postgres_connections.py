@@ -122,23 +122,31 @@ class Connections:
         work: Callable[[Connection], Awaitable[T]],
         *,
         first: str | None = None,
+        last: Callable[[T], str] | None = None,
         sync: bool = True,
         reserved: bool = False,
     ) -> T:
         """Run `work` in one transaction and commit it; what it raises undoes it and is raised.
 
-        `first`, SQL without arguments, comes before it in the round trip that begins the transaction. `sync`: durable
-        when this returns. `reserved`: on a connection that other transactions cannot keep busy. `work` is run again
-        from the start where the database asks for it. Raises StoreUnavailable, for a ConnectionError or TimeoutError of
-        `work` too: they are taken for the connection's.
+        `first`, SQL without arguments, comes before it in the round trip that begins the transaction; such SQL that
+        `last` makes of what `work` returned goes with the commit. `sync`: durable when this returns. `reserved`: on a
+        connection that other transactions cannot keep busy. `work` is run again from the start where the database asks
+        for it. Raises StoreUnavailable, for a ConnectionError or TimeoutError of `work` too: they are taken for the
+        connection's.
         """
         durability = self._sync if sync else "; SET LOCAL synchronous_commit = off"
         begin = f"BEGIN; {self._limits}{durability}{'' if first is None else f'; {first}'}"
-        return await self._transact(work, begin, _COMMIT, reserved=reserved)
 
-    async def look(self, work: Callable[[Connection], Awaitable[T]]) -> T:
+        def end(result: T) -> str:
+            more = "" if last is None else last(result)
+            return f"{more}; {_COMMIT}" if more else _COMMIT
+
+        return await self._transact(work, begin, end, reserved=reserved)
+
+    async def look(self, work: Callable[[Connection], Awaitable[T]], *, first: str | None = None) -> T:
         """`run` for reading only: everything `work` reads is of one moment."""
-        return await self._transact(work, f"{_LOOK}; {self._limits}", "COMMIT", reserved=False)
+        begin = f"{_LOOK}; {self._limits}{'' if first is None else f'; {first}'}"
+        return await self._transact(work, begin, lambda _: "COMMIT", reserved=False)
 
     def _pool(self, size: int) -> Pool:
         return Pool(self._server, size=size, wait_s=self._statement_timeout_s)
@@ -155,7 +163,7 @@ class Connections:
         self._sync = "; SET LOCAL synchronous_commit = on" if row["sync"] == "off" else ""
 
     async def _transact(
-        self, work: Callable[[Connection], Awaitable[T]], begin: str, commit: str, *, reserved: bool
+        self, work: Callable[[Connection], Awaitable[T]], begin: str, end: Callable[[T], str], *, reserved: bool
     ) -> T:
         attempt, met = 0, ""
         while attempt < ATTEMPTS:
@@ -164,7 +172,7 @@ class Connections:
             pool = self._pools[reserved]
             connection, new = await pool.take()
             try:
-                return await self._once(pool, connection, work, begin, commit, new=new)
+                return await self._once(pool, connection, work, begin, end, new=new)
             except _Stale:
                 self._drop()  # so that it happens once, however many were kept
                 continue
@@ -187,7 +195,7 @@ class Connections:
         connection: Connection,
         work: Callable[[Connection], Awaitable[T]],
         begin: str,
-        commit: str,
+        end: Callable[[T], str],
         *,
         new: bool,
     ) -> T:
@@ -201,7 +209,7 @@ class Connections:
                     raise _Stale from exc
                 raise
             result = await work(connection)
-            await self._commit(connection, commit)
+            await self._commit(connection, end(result))
             clean = True
         except BaseException as exc:
             clean = await self._undone(connection, exc)
@@ -238,9 +246,13 @@ class Connections:
             pool.drop()
 
     async def _notify(self, payloads: Sequence[str]) -> None:
-        async def notify(connection: Connection) -> None:
-            await connection.fetch(
-                "SELECT pg_notify($1, payload) FROM unnest($2::text[]) AS payload", CHANNEL, payloads
-            )
+        await self.run(_nothing, first="; ".join(map(notification, payloads)), sync=False)
 
-        await self.run(notify, sync=False)
+
+def notification(payload: str) -> str:
+    """SQL without arguments that notifies of `payload`, which stands in it as hexadecimal digits whatever it is."""
+    return f"SELECT pg_notify('{CHANNEL}', convert_from(decode('{payload.encode().hex()}', 'hex'), 'UTF8'))"
+
+
+async def _nothing(_: Connection) -> None:
+    """Work of which all is in `first`."""

@@ -12,8 +12,8 @@ from typing import Final
 
 # --- sent with BEGIN: how to plan, and the lock of the run
 
-# Every statement goes from few keys to their rows, and is planned once a connection: planning it for its parameters each
-# time costs more than running it. So a plan that was made while a table was empty must be one that stays right when the
+# Every statement goes from few keys to their rows, and is planned once a connection: to plan it for its parameters each
+# time costs as much as to run it. So a plan that was made while a table was empty must be one that stays right when the
 # table has grown. What is off counts as very dear, which is no reason to compile anything.
 PLAN: Final = """
 SET LOCAL plan_cache_mode = force_generic_plan; SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off;
@@ -29,8 +29,6 @@ LOCK_NAME: Final = "SELECT pg_advisory_xact_lock(hashtext('rollout-service: ' ||
 TRY_NAME: Final = """
 SELECT pg_try_advisory_xact_lock(hashtext('rollout-service: ' || $1::text), hashtext(current_schema()))
 """
-
-NOTIFY: Final = "SELECT pg_notify('rollout_service', signal) FROM unnest($1::text[]) AS signal"
 
 # --- the run
 
@@ -90,8 +88,7 @@ SELECT g.seq, g.prompt_id, g.epoch, g.num_generations, g.state, g.attempt, g.tri
 FROM groups AS g CROSS JOIN LATERAL (
     SELECT array_agg(r.idx) AS settled, array_agg(r.ok) AS oks, array_agg(r.payload_bytes) AS sizes
     FROM rollouts AS r
-    WHERE r.seq = g.seq AND r.attempt = g.attempt
-        AND g.state IN ('pending', 'generating', 'scoring', 'ready', 'leased')
+    WHERE r.seq = g.seq AND r.attempt = g.attempt AND g.outstanding
 ) AS s
 """
 
@@ -103,26 +100,22 @@ def _standings(which: str) -> str:
 
 READ_GROUPS: Final = _standings("WHERE g.seq = ANY($1::bigint[]) ORDER BY g.seq")
 
-READ_OUTSTANDING: Final = _standings(
-    "WHERE g.state IN ('pending', 'generating', 'scoring', 'ready', 'leased') ORDER BY g.seq"
-)
+READ_OUTSTANDING: Final = _standings("WHERE g.outstanding ORDER BY g.seq")
 
-READ_OLDEST: Final = _standings(
-    "WHERE g.state IN ('pending', 'generating', 'scoring', 'ready', 'leased') ORDER BY g.seq LIMIT 1"
-)
+READ_OLDEST: Final = _standings("WHERE g.outstanding ORDER BY g.seq LIMIT 1")
 
 LIST_ANY: Final = "SELECT seq FROM groups WHERE seq > $1 ORDER BY seq LIMIT $2"
 
-# Each ended state has its own stretch of the index; so many are read of each as may be needed of all.
+# Each ended state has its own stretch of the index; so many are read of each as may be needed of all. (Compared as a
+# row: with the number alone the primary key would seem as good, whose next group of a rare state may be far away.)
 LIST_GROUPS: Final = """
 SELECT seq FROM (
-    (SELECT seq FROM groups
-    WHERE state IN ('pending', 'generating', 'scoring', 'ready', 'leased') AND state = ANY($1::text[]) AND seq > $2
-    ORDER BY seq LIMIT $3)
+    (SELECT seq FROM groups WHERE outstanding AND state = ANY($1::text[]) AND seq > $2 ORDER BY seq LIMIT $3)
     UNION ALL
     SELECT e.seq FROM unnest($1::text[]) AS wanted (state) CROSS JOIN LATERAL (
         SELECT seq FROM groups AS g
-        WHERE g.state IN ('acked', 'stale', 'dropped', 'failed') AND g.state = wanted.state AND g.seq > $2
+        WHERE g.state IN ('acked', 'stale', 'dropped', 'failed') AND g.state = wanted.state
+            AND (g.state, g.seq) > (wanted.state, $2)
         ORDER BY g.seq LIMIT $3
     ) AS e
 ) AS found ORDER BY seq LIMIT $3
@@ -154,6 +147,11 @@ WITH orphaned AS MATERIALIZED (
 SELECT seq FROM orphaned UNION ALL SELECT seq FROM fresh
 """
 
+LOCK_TO_SCORE: Final = """
+SELECT seq FROM groups WHERE state IN ('generating', 'scoring') AND owner IS NULL AND state = 'scoring'
+ORDER BY seq LIMIT $1 FOR UPDATE SKIP LOCKED
+"""
+
 LOCK_READY: Final = """
 SELECT seq FROM groups WHERE state = 'ready' AND version >= $2
 ORDER BY version, seq LIMIT $1 FOR UPDATE SKIP LOCKED
@@ -166,9 +164,7 @@ ORDER BY seq FOR UPDATE
 """
 
 LOCK_OPENED: Final = """
-SELECT seq FROM groups
-WHERE state IN ('pending', 'generating', 'scoring', 'ready', 'leased') AND state <> 'pending'
-ORDER BY seq FOR UPDATE
+SELECT seq FROM groups WHERE outstanding AND state <> 'pending' ORDER BY seq FOR UPDATE
 """
 
 # Groups and their prompts. $1 to $14 are standings, as for UPDATE_GROUPS; $22 is whose the opened ones are.
@@ -195,7 +191,7 @@ INSERT INTO prompts (seq, payload) SELECT seq, prompt FROM given
 # $15: whose the opened ones are from now on. $16: whether ends are numbered here, in the order given; a group that had
 # ended in this attempt keeps its number, and its own here is null. (Asked as a value: EXISTS might be answered by
 # reading every group that ever ended.)
-UPDATE_GROUPS: Final = """
+_MOVED: Final = """
 WITH moved AS MATERIALIZED (
     SELECT m.*, CASE
         WHEN NOT $16::boolean THEN m.end_number
@@ -207,6 +203,9 @@ WITH moved AS MATERIALIZED (
     AS m (seq, state, attempt, tries, version, rows, payload_bytes, reason, error, engine, lease_id, acked_by,
         end_number, changed_at)
 )
+"""
+
+_MOVE: Final = """
 UPDATE groups AS g SET state = m.state, attempt = m.attempt, tries = m.tries, version = m.version, rows = m.rows,
     payload_bytes = m.payload_bytes, reason = m.reason, error = m.error, engine = m.engine, lease_id = m.lease_id,
     acked_by = m.acked_by, changed_at = m.changed_at,
@@ -221,29 +220,37 @@ FROM moved AS m WHERE g.seq = m.seq
 RETURNING g.seq, g.owner, g.claim
 """
 
+UPDATE_GROUPS: Final = "".join((_MOVED, _MOVE))
+
 # --- prompts, rollouts, scores
 
 READ_PROMPTS: Final = "SELECT seq, payload FROM prompts WHERE seq = ANY($1::bigint[])"
 
-# Of attempts that are given, so that what is found belongs to the standings it was asked for.
-READ_ROLLOUTS: Final = """
-SELECT r.seq, r.idx, r.ok, r.payload_bytes, r.payload
-FROM unnest($1::bigint[], $2::bigint[]) AS k (seq, attempt)
-JOIN rollouts AS r ON r.seq = k.seq AND r.attempt = k.attempt
-ORDER BY r.seq, r.idx
-"""
-
-READ_SCORES: Final = """
-SELECT s.seq, s.payload
-FROM unnest($1::bigint[], $2::bigint[]) AS k (seq, attempt)
-JOIN scores AS s ON s.seq = k.seq AND s.attempt = k.attempt
+# All there is of groups: rollouts and scores of attempts that are given, so that what is found belongs to the standings
+# it was asked for, and prompts ($1). OFFSET 0 keeps the order in which tables are joined: from the keys to their rows,
+# however few rows there were when it was planned.
+READ_PAYLOADS: Final = """
+SELECT 'rollout' AS kind, r.seq, r.idx, r.ok, r.payload_bytes, r.payload
+FROM unnest($1::bigint[], $2::bigint[]) AS k (seq, attempt) CROSS JOIN LATERAL (
+    SELECT o.seq, o.idx, o.ok, o.payload_bytes, o.payload FROM rollouts AS o
+    WHERE o.seq = k.seq AND o.attempt = k.attempt OFFSET 0
+) AS r
+UNION ALL
+SELECT 'score', s.seq, NULL, NULL, NULL, s.payload
+FROM unnest($1::bigint[], $2::bigint[]) AS k (seq, attempt) CROSS JOIN LATERAL (
+    SELECT o.seq, o.payload FROM scores AS o WHERE o.seq = k.seq AND o.attempt = k.attempt OFFSET 0
+) AS s
+UNION ALL
+SELECT 'prompt', seq, NULL, NULL, NULL, payload FROM prompts WHERE seq = ANY($1::bigint[])
 """
 
 SUM_TOKENS: Final = """
-SELECT r.seq, sum(r.output_tokens)::bigint AS tokens
-FROM groups AS g JOIN rollouts AS r ON r.seq = g.seq AND r.attempt = g.attempt
-WHERE g.seq = ANY($1::bigint[]) AND r.ok
-GROUP BY r.seq
+SELECT g.seq, r.tokens
+FROM groups AS g CROSS JOIN LATERAL (
+    SELECT sum(o.output_tokens)::bigint AS tokens FROM rollouts AS o
+    WHERE o.seq = g.seq AND o.attempt = g.attempt AND o.ok
+) AS r
+WHERE g.seq = ANY($1::bigint[]) AND r.tokens IS NOT NULL
 """
 
 INSERT_SETTLED: Final = """
@@ -256,16 +263,27 @@ SELECT * FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::boolean[], $5
 """
 
 # $1: groups of which earlier attempts go; $2: those of them of which all goes. While there is a checkpoint every prompt
-# stays: a group that ends now ends after it.
+# stays: a group that ends now ends after it. Rows are found as in READ_PAYLOADS and removed by where they are, which
+# stays so within the statement: the groups are locked, and nobody else writes or removes rows of theirs.
 FORGET: Final = """
 WITH old_scores AS (
-    DELETE FROM scores AS s USING groups AS g
-    WHERE g.seq = ANY($1::bigint[]) AND s.seq = g.seq AND (s.attempt < g.attempt OR g.seq = ANY($2::bigint[]))
+    DELETE FROM scores WHERE ctid = ANY(ARRAY(
+        SELECT s.at FROM groups AS g CROSS JOIN LATERAL (
+            SELECT o.ctid AS at FROM scores AS o
+            WHERE o.seq = g.seq AND (o.attempt < g.attempt OR g.seq = ANY($2::bigint[])) OFFSET 0
+        ) AS s
+        WHERE g.seq = ANY($1::bigint[])
+    ))
 ), old_prompts AS (
     DELETE FROM prompts WHERE seq = ANY($2::bigint[]) AND NOT EXISTS (SELECT 1 FROM checkpoints)
 )
-DELETE FROM rollouts AS r USING groups AS g
-WHERE g.seq = ANY($1::bigint[]) AND r.seq = g.seq AND (r.attempt < g.attempt OR (r.ok AND g.seq = ANY($2::bigint[])))
+DELETE FROM rollouts WHERE ctid = ANY(ARRAY(
+    SELECT r.at FROM groups AS g CROSS JOIN LATERAL (
+        SELECT o.ctid AS at FROM rollouts AS o
+        WHERE o.seq = g.seq AND (o.attempt < g.attempt OR (o.ok AND g.seq = ANY($2::bigint[]))) OFFSET 0
+    ) AS r
+    WHERE g.seq = ANY($1::bigint[])
+))
 """
 
 # --- checkpoints
@@ -310,7 +328,20 @@ def _leases(which: str) -> str:
 READ_LEASE: Final = _leases("WHERE l.lease_id = $1")
 READ_LEASE_BY_REQUEST: Final = _leases("WHERE l.request_id = $1")
 READ_LIVE_LEASES: Final = _leases("WHERE l.state = 'live' ORDER BY l.created_at, l.lease_id")
-LOCK_LEASE: Final = _leases("WHERE l.lease_id = $1 FOR UPDATE OF l")
+
+# With every group it was made with: whoever asks for it by its id is about to deal with them.
+LOCK_LEASE: Final = "".join(
+    (
+        "WITH held AS MATERIALIZED (",
+        _leases("WHERE l.lease_id = $1 FOR UPDATE OF l"),
+        """
+), locked AS MATERIALIZED (
+    SELECT seq FROM groups WHERE seq = ANY(ARRAY(SELECT unnest(seqs) FROM held)) ORDER BY seq FOR UPDATE
+)
+SELECT held.*, ARRAY(SELECT seq FROM locked) AS locked FROM held
+""",
+    )
+)
 LOCK_LEASE_BY_REQUEST: Final = _leases("WHERE l.request_id = $1 FOR UPDATE OF l")
 LOCK_LIVE_LEASES: Final = _leases("WHERE l.state = 'live' ORDER BY l.created_at, l.lease_id FOR UPDATE OF l")
 LOCK_LEASES_DUE: Final = _leases(
@@ -320,23 +351,37 @@ LOCK_LEASES_DUE: Final = _leases(
 
 COUNT_LIVE_LEASES: Final = "SELECT count(*) FROM leases WHERE state = 'live'"
 
-# Known ones get their new end and state; the ids of those that are new come back.
-WRITE_LEASES: Final = """
-WITH given AS MATERIALIZED (
-    SELECT * FROM unnest($1::text[], $2::text[], $3::text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[],
-        $8::double precision[], $9::double precision[], $10::text[])
+# Leases and the groups that go into them and out of them; $1 to $16 as for UPDATE_GROUPS. Known leases ($17 to $26) get
+# their new end and state, new ones their members ($27 to $30); the ids of those that are new come back too. References
+# are checked when the statement has done everything.
+WRITE_LEASES: Final = "".join(
+    (
+        _MOVED,
+        """, given AS MATERIALIZED (
+    SELECT * FROM unnest($17::text[], $18::text[], $19::text[], $20::bigint[], $21::bigint[], $22::bigint[],
+        $23::bigint[], $24::double precision[], $25::double precision[], $26::text[])
     AS l (lease_id, request_id, consumer, max_groups, min_groups, lease_s, policy_version, created_at, expires_at,
         state)
 ), known AS (
     UPDATE leases AS l SET expires_at = given.expires_at, state = given.state
     FROM given WHERE l.lease_id = given.lease_id
     RETURNING l.lease_id
+), made AS (
+    INSERT INTO leases (lease_id, request_id, consumer, max_groups, min_groups, lease_s, policy_version, created_at,
+        expires_at, state)
+    SELECT * FROM given WHERE lease_id NOT IN (SELECT lease_id FROM known)
+    RETURNING lease_id
+), members AS (
+    INSERT INTO lease_groups (lease_id, position, seq, attempt)
+    SELECT * FROM unnest($27::text[], $28::bigint[], $29::bigint[], $30::bigint[])
+    AS m (lease_id, position, seq, attempt) WHERE m.lease_id IN (SELECT lease_id FROM made)
+), changed AS (""",
+        _MOVE,
+        """)
+SELECT NULL AS lease_id, seq, owner, claim FROM changed UNION ALL SELECT lease_id, NULL, NULL, NULL FROM made
+""",
+    )
 )
-INSERT INTO leases (lease_id, request_id, consumer, max_groups, min_groups, lease_s, policy_version, created_at,
-    expires_at, state)
-SELECT * FROM given WHERE lease_id NOT IN (SELECT lease_id FROM known)
-RETURNING lease_id
-"""
 
 INSERT_LEASE_GROUPS: Final = """
 INSERT INTO lease_groups (lease_id, position, seq, attempt)

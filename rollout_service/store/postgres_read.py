@@ -231,34 +231,35 @@ def group_from(row: Record, settled: Mapping[int, tuple[bool, int]] | None = Non
 
 async def payloads(connection: Connection[Record], seqs: Sequence[int]) -> list[GroupPayload]:
     rows = {row["seq"]: row for row in await connection.fetch(sql.READ_GROUPS, list(set(seqs)))}
-    known = list(rows)
-    attempts = [row["attempt"] for row in rows.values()]
-    rollouts = await connection.fetch(sql.READ_ROLLOUTS, known, attempts)
-    prompts = await connection.fetch(sql.READ_PROMPTS, known)
-    scores = await connection.fetch(sql.READ_SCORES, known, attempts)
-
-    def decoded() -> list[GroupPayload]:
-        return _payloads([rows[seq] for seq in seqs if seq in rows], rollouts, prompts, scores)
-
-    return await aside(decoded, sum(row["payload_bytes"] for row in rollouts))
+    if not rows:
+        return []
+    found = await connection.fetch(sql.READ_PAYLOADS, list(rows), [row["attempt"] for row in rows.values()])
+    groups = [rows[seq] for seq in seqs if seq in rows]
+    return await aside(lambda: _payloads(groups, found), sum(row["payload_bytes"] or 0 for row in found))
 
 
-def _payloads(
-    groups: list[Record], rollouts: list[Record], prompts: list[Record], scores: list[Record]
-) -> list[GroupPayload]:
+def _payloads(groups: list[Record], found: list[Record]) -> list[GroupPayload]:
     settled: dict[int, dict[int, tuple[bool, int]]] = defaultdict(dict)
-    decoded: dict[int, dict[int, FinishedRollout | FailedRollout]] = defaultdict(dict)
-    for row in rollouts:
-        seq, index, data = row["seq"], row["idx"], row["payload"]
-        settled[seq][index] = (row["ok"], row["payload_bytes"])
-        decoded[seq][index] = codec.decode_finished(data, index) if row["ok"] else codec.decode_failed(data, index)
-    prompt_of: dict[int, Prompt] = {row["seq"]: codec.decode_prompt(row["payload"]) for row in prompts}
-    score_of: dict[int, GroupScore] = {row["seq"]: codec.decode_score(row["payload"]) for row in scores}
+    rollouts: dict[int, dict[int, FinishedRollout | FailedRollout]] = defaultdict(dict)
+    prompt_of: dict[int, Prompt] = {}
+    score_of: dict[int, GroupScore] = {}
+    for row in found:
+        seq, data = row["seq"], row["payload"]
+        match row["kind"]:
+            case "prompt":
+                prompt_of[seq] = codec.decode_prompt(data)
+            case "score":
+                score_of[seq] = codec.decode_score(data)
+            case _:
+                index, ok = row["idx"], row["ok"]
+                settled[seq][index] = (ok, row["payload_bytes"])
+                decode = codec.decode_finished if ok else codec.decode_failed
+                rollouts[seq][index] = decode(data, index)
     return [
         GroupPayload(
             group=group_from(row, settled[row["seq"]]),
             prompt=prompt_of.get(row["seq"]),
-            rollouts=decoded[row["seq"]],
+            rollouts=dict(sorted(rollouts[row["seq"]].items())),
             score=score_of.get(row["seq"]),
         )
         for row in groups

@@ -79,7 +79,14 @@ class PostgresTransaction:
         return {row["seq"]: row["claim"] for row in await self._connection.fetch(sql.CLAIMS_OF, replica_id)}
 
     async def claimable(self, limit: int, *, pending: bool) -> Sequence[Claimed]:
-        seqs = await self._locked_by(sql.LOCK_CLAIMABLE, limit, pending)
+        return await self._claimed(await self._locked_by(sql.LOCK_CLAIMABLE, limit, pending))
+
+    async def claimable_to_score(self, limit: int) -> Sequence[Claimed]:
+        return await self._claimed(await self._locked_by(sql.LOCK_TO_SCORE, limit))
+
+    async def _claimed(self, seqs: list[int]) -> Sequence[Claimed]:
+        if not seqs:
+            return []
         found = {claimed.group.seq: claimed for claimed in await read.standings(self._connection, seqs)}
         return [found[seq] for seq in seqs]
 
@@ -93,7 +100,11 @@ class PostgresTransaction:
         return await self._standings(await self._locked_by(sql.LOCK_OPENED))
 
     async def lease(self, lease_id: str) -> Lease | None:
-        return await read.lease(self._connection, sql.LOCK_LEASE, lease_id)
+        row = await self._connection.fetchrow(sql.LOCK_LEASE, read.kept(lease_id))
+        if row is None:
+            return None
+        self._locked.update(row["locked"])
+        return read.lease_from(row)
 
     async def lease_by_request(self, request_id: str) -> Lease | None:
         return await read.lease(self._connection, sql.LOCK_LEASE_BY_REQUEST, request_id)
@@ -131,6 +142,7 @@ class PostgresTransaction:
 
     async def write(self, batch: Batch, *, owner: str | None = None) -> Mapping[int, int]:
         named = batch.groups.keys() | {key[0] for key in batch.rollouts} | {key[0] for key in batch.scores}
+        named |= batch.forget_attempts | batch.forget_payloads
         await self._lock(named - batch.new_groups.keys())  # by number; most were locked when they were read
         with refusals():
             return await self._writer.write(batch, owner=owner)

@@ -1,14 +1,14 @@
 """One batch written to an open transaction.
 
-What always holds: the order of the statements is that of the references (leases, groups, lease members, rollouts and
-scores), then removals, then the guard over what is held, which therefore judges what this very transaction leaves
-behind. Each kind of change is one statement however many rows it has. Nothing here begins, commits or rolls back: a
-raised exception means the caller's transaction must go.
+What always holds: the order of the statements is that of the references (new groups, leases with the groups that move,
+rollouts and scores), then removals, then the guard over what is held, which therefore judges what this very transaction
+leaves behind. A statement is sent once however many rows it has. Nothing here begins, commits or rolls back: a raised
+exception means the caller's transaction must go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -76,9 +76,12 @@ class BatchWriter:
 
         Raises Refused, or asyncpg's error of a unique key in RACED.
         """
-        new_leases = await self._write_leases(batch)
-        claims = await self._write_groups(batch, owner)
-        await self._insert_members([batch.leases[lease_id] for lease_id in new_leases])
+        # A new group that ends at once, or goes into a new lease, is written as it was submitted first: so it gets its
+        # number among the others, and is there before its lease.
+        later = {seq for seq in batch.new_groups if self._moves_later(batch.groups.get(seq))}
+        claims = await self._submit(batch, owner, later)
+        new_leases, moved = await self._move(batch, owner, later)
+        claims |= moved
         await self._insert_settled(batch)
         await self._write_checkpoints(batch)  # first: a new one keeps the prompts of what ends in this very batch
         await self._forget(batch)
@@ -93,42 +96,42 @@ class BatchWriter:
         if self._new_leases:
             await self._guard([], [], self._new_leases)
 
-    async def _write_leases(self, batch: Batch) -> list[str]:
-        """Ids of those that are new."""
-        if not batch.leases:
-            return []
-        rows = await self._connection.fetch(sql.WRITE_LEASES, *_columns(map(_lease_row, batch.leases.values()), 10))
-        return [row["lease_id"] for row in rows]
+    def _moves_later(self, standing: Group | None) -> bool:
+        if standing is None:
+            return False
+        leased = standing.lease_id is not None or standing.acked_by is not None
+        return leased or (self._numbered and standing.state.terminal)
 
-    async def _insert_members(self, leases: Sequence[Lease]) -> None:
-        members = [(lease.lease_id, at, *member) for lease in leases for at, member in enumerate(lease.groups)]
-        if members:
-            await self._connection.execute(sql.INSERT_LEASE_GROUPS, *_columns(members, 4))
+    async def _submit(self, batch: Batch, owner: str | None, later: Collection[int]) -> dict[int, int]:
+        """Insert new groups; the claims of those that `owner` opens with it."""
+        if not batch.new_groups:
+            return {}
+        size = sum(prompt_size(new.prompt) for new in batch.new_groups.values())
+        rows = await aside(lambda: [_new_row(new, batch, later) for new in batch.new_groups.values()], size)
+        for part in _parts(rows, lambda row: len(row[-1])):
+            await self._connection.execute(sql.INSERT_GROUPS, *_columns(part, 21), owner)
+        if owner is None:
+            return {}
+        standings = (batch.groups.get(seq, new.group) for seq, new in batch.new_groups.items())
+        return {group.seq: 1 for group in standings if group.state in OPENED}
 
-    async def _write_groups(self, batch: Batch, owner: str | None) -> dict[int, int]:
-        # A new group that ends at once is written as it was submitted, so that it gets its number among the others.
-        later = {
-            seq
-            for seq in batch.new_groups
-            if self._numbered and seq in batch.groups and batch.groups[seq].state.terminal
-        }
-        claims: dict[int, int] = {}
-        if batch.new_groups:
-            size = sum(prompt_size(new.prompt) for new in batch.new_groups.values())
-            rows = await aside(lambda: [_new_row(new, batch, later) for new in batch.new_groups.values()], size)
-            for part in _parts(rows, lambda row: len(row[-1])):
-                await self._connection.execute(sql.INSERT_GROUPS, *_columns(part, 21), owner)
-            if owner is not None:
-                standings = (batch.groups.get(seq, new.group) for seq, new in batch.new_groups.items())
-                claims |= {group.seq: 1 for group in standings if group.state in OPENED}
+    async def _move(self, batch: Batch, owner: str | None, later: Collection[int]) -> tuple[list[str], dict[int, int]]:
+        """Write leases and what became of groups; ids of the leases that are new, claims that belong to `owner` now."""
         moved = [group for seq, group in batch.groups.items() if seq not in batch.new_groups or seq in later]
-        if moved:
-            rows = [_standing_row(group) for group in moved]
-            found = await self._connection.fetch(sql.UPDATE_GROUPS, *_columns(rows, 14), owner, self._numbered)
-            if len(found) != len(moved):
-                raise Refused("a standing of a group that was never submitted")
-            claims |= {row["seq"]: row["claim"] for row in found if owner is not None and row["owner"] == owner}
-        return claims
+        if not moved and not batch.leases:
+            return [], {}
+        standings = _columns(map(_standing_row, moved), 14)
+        if batch.leases:
+            leases = batch.leases.values()
+            members = [(lease.lease_id, at, *member) for lease in leases for at, member in enumerate(lease.groups)]
+            columns = *_columns(map(_lease_row, leases), 10), *_columns(members, 4)
+            found = await self._connection.fetch(sql.WRITE_LEASES, *standings, owner, self._numbered, *columns)
+        else:
+            found = await self._connection.fetch(sql.UPDATE_GROUPS, *standings, owner, self._numbered)
+        new_leases = [row["lease_id"] for row in found if batch.leases and row["lease_id"] is not None]
+        if len(found) - len(new_leases) != len(moved):
+            raise Refused("a standing of a group that was never submitted")
+        return new_leases, {row["seq"]: row["claim"] for row in found if owner is not None and row["owner"] == owner}
 
     async def _insert_settled(self, batch: Batch) -> None:
         rollouts = [(key, rollout) for key, rollout in batch.rollouts.items() if not forgotten(key, batch)]
@@ -227,7 +230,7 @@ def _rollout_row(key: tuple[int, int, int], rollout: FinishedRollout | FailedRol
     return *key, False, 0, 0, codec.encode_failed(rollout)
 
 
-def _new_row(new: NewGroup, batch: Batch, later: set[int]) -> tuple[Any, ...]:
+def _new_row(new: NewGroup, batch: Batch, later: Collection[int]) -> tuple[Any, ...]:
     group = new.group
     return (
         *_standing_row(group if group.seq in later else batch.groups.get(group.seq, group)),

@@ -76,6 +76,9 @@ class Transaction(Protocol):
         whose owner is gone (generating, scoring), then, if `pending`, pending ones: those of a later attempt before
         the others, each by number."""
 
+    async def claimable_to_score(self, limit: int) -> Sequence[Claimed]:
+        """As `claimable`, those in scoring alone."""
+
     async def ready(self, limit: int, *, oldest: int) -> Sequence[Group]:
         """Ready groups of version `oldest` or newer, passing over those that are locked; by version, then number."""
 

@@ -93,6 +93,11 @@ class MemoryTransaction:
             found += sorted(waiting, key=lambda group: (group.attempt == 1, group.seq))
         return [self.content.claimed(group.seq) for group in found[:limit]]
 
+    async def claimable_to_score(self, limit: int) -> Sequence[Claimed]:
+        await self._step()
+        found = self._free(lambda group: group.state is S.SCORING)
+        return [self.content.claimed(group.seq) for group in found[:limit]]
+
     async def ready(self, limit: int, *, oldest: int) -> Sequence[Group]:
         await self._step()
         found = [

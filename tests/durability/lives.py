@@ -14,8 +14,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -61,20 +63,48 @@ class Lives:
         self._process.stdout.close()
 
     async def begin(
-        self, directory: Path, *arguments: str, before: tuple[str, Any] | None = None, obedient: bool = False
+        self,
+        directory: Path,
+        *arguments: str,
+        before: tuple[str, Any] | None = None,
+        obedient: bool = False,
     ) -> None:
         """Run the command line with `arguments` in `directory`; its output is added to `service.log` there.
 
         `before`: `module:function` and what it is called with, in the new process, before anything of the service is.
         `obedient`: permissions of files hold for it even where it runs as root.
         """
+        begun = self._order(directory, arguments, before=before, obedient=obedient)
+        self.pid = (await asyncio.wrap_future(begun))["pid"]
+
+    def run(
+        self, *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None, within_s: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        """A life from its begin to its end; `environ`: all of it. Killed, and TimeoutError, where it takes too long."""
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            begun = self._order(cwd, arguments, outputs=(str(out), str(err)), environ=dict(environ or {}))
+            self.pid = begun.result()["pid"]
+            try:
+                code = self._end.result(within_s)["code"]
+            finally:
+                if not self._end.done():
+                    self.signal(signal.SIGKILL)
+                self._end.result()
+                self.pid = None
+            return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
+
+    def _order(
+        self,
+        directory: Path,
+        arguments: Sequence[str],
+        *,
+        outputs: tuple[str, str] = ("service.log", "service.log"),
+        **more: Any,
+    ) -> Future[dict[str, int]]:
+        """Done with the new one's `pid`."""
         assert self.pid is None, "one life at a time"
-        order = {
-            "directory": str(directory),
-            "arguments": list(arguments),
-            "before": before,
-            "obedient": obedient,
-        }
+        order = {"directory": str(directory), "arguments": list(arguments), "outputs": outputs, **more}
         begun: Future[dict[str, int]] = Future()
         self._end: Future[dict[str, int]] = Future()
         self._answers.put(begun)
@@ -83,13 +113,18 @@ class Lives:
         assert stdin is not None
         stdin.write(json.dumps(order) + "\n")
         stdin.flush()
-        self.pid = (await asyncio.wrap_future(begun))["pid"]
+        return begun
 
     def signal(self, number: int) -> None:
         """To the life there is, if there is one."""
         if self.pid is not None:
             with suppress(ProcessLookupError):  # it has ended by itself, and `ended` has not been asked yet
                 os.kill(self.pid, number)
+
+    @property
+    def over(self) -> bool:
+        """Whether the last one has ended."""
+        return self._end.done()
 
     async def ended(self) -> int:
         """Wait for the end; the exit code, or minus the signal. May be cancelled and asked again."""
@@ -109,9 +144,9 @@ def main() -> None:
     import uvloop
 
     from rollout_service import app, checks, cli, server, settings
-    from rollout_service.store import postgres
+    from rollout_service.store import copying, postgres
 
-    del app, checks, postgres, server, settings, uvloop  # imported to be there in every life
+    del app, checks, copying, postgres, server, settings, uvloop  # imported to be there in every life
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
@@ -126,14 +161,19 @@ def _live(order: dict[str, Any], cli: Any) -> None:
     code = 70
     try:
         os.chdir(order["directory"])
-        log = os.open("service.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        sys.path[0] = order["directory"]  # as `python -m` has it
+        if environ := order.get("environ"):
+            os.environ.clear()
+            os.environ.update(environ)
+        for number, name in enumerate(order["outputs"], 1):
+            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, number)
+            os.close(file)
         threading.Thread(target=_end_with_the_test, daemon=True).start()
-        if order["obedient"]:
+        if order.get("obedient"):
             _obey_permissions()
-        if order["before"] is not None:
-            target, given = order["before"]
+        if before := order.get("before"):
+            target, given = before
             module, _, function = target.partition(":")
             getattr(importlib.import_module(module), function)(given)
         sys.argv = ["rollout-service", *order["arguments"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from rollout_service.simulator import Simulator, SimulatorSettings
 from tests.durability.forked import Forked
 from tests.durability.lives import Lives
 from tests.durability.tale import judge
-from tests.service import prompt, run_cli
+from tests.service import prompt
+from tests.warm import arun
 
 GROUPS, AT_ONCE = 300, 30
 PADDING = "x" * 20_000
@@ -21,10 +21,9 @@ MOST_BYTES = 4 * 2**20
 
 
 async def stats(service: Forked) -> dict[str, Any]:
-    process = await run_cli(service.directory, "store", "stats", "--config", "rollout.toml")
-    said, errors = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 0, errors.decode()
-    return dict(json.loads(said))
+    done = await arun("store", "stats", "--config", "rollout.toml", cwd=service.directory)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 async def test_three_hundred_groups_run_through_a_file_that_does_not_grow(lives: Lives, tmp_path: Path):
@@ -46,16 +45,14 @@ async def test_three_hundred_groups_run_through_a_file_that_does_not_grow(lives:
             assert max(sizes) < MOST_BYTES, sizes
             assert max(sizes[3:]) <= 1.25 * max(sizes[:3]) + 2**20, f"it goes on growing: {sizes}"
 
-            compacting = await run_cli(tmp_path, "store", "compact", "--config", "rollout.toml")
-            _, errors = await asyncio.wait_for(compacting.communicate(), 60)
+            compacting = await arun("store", "compact", "--config", "rollout.toml", cwd=tmp_path)
             assert compacting.returncode == 2
-            assert b"is in use by another service" in errors
+            assert "is in use by another service" in compacting.stderr
             assert await service.end() == 0
 
-            compacting = await run_cli(tmp_path, "store", "compact", "--config", "rollout.toml")
-            said, errors = await asyncio.wait_for(compacting.communicate(), 60)
-            assert compacting.returncode == 0, errors.decode()
-            assert b"bytes before" in said
+            compacting = await arun("store", "compact", "--config", "rollout.toml", cwd=tmp_path)
+            assert compacting.returncode == 0, compacting.stderr
+            assert "bytes before" in compacting.stdout
             after = await stats(service)
             assert after["free_bytes"] == 0
             assert after["file_bytes"] == service.store.stat().st_size < max(sizes)
@@ -71,9 +68,8 @@ async def test_a_store_that_is_not_there_is_one_line_and_exit_2(tmp_path: Path):
         '[[engines]]\nurl = "http://127.0.0.1:9"\n[[rewards]]\nname = "a"\nurl = "http://127.0.0.1:9/"\n'
     )
     for command in ("stats", "compact"):
-        process = await run_cli(tmp_path, "store", command, "--config", "rollout.toml")
-        said, errors = await asyncio.wait_for(process.communicate(), 60)
-        assert process.returncode == 2
-        assert said == b""
-        assert errors.decode().splitlines() == ["rollout-service: error: store rollout.db does not exist"]
+        done = await arun("store", command, "--config", "rollout.toml", cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr.splitlines() == ["rollout-service: error: store rollout.db does not exist"]
     assert not (tmp_path / "rollout.db").exists()

@@ -24,7 +24,8 @@ from rollout_service.simulator import Simulator, SimulatorSettings
 from tests.durability.forked import Forked
 from tests.durability.lives import Lives
 from tests.durability.tale import judge
-from tests.service import prompt, run_cli, until
+from tests.service import prompt, until
+from tests.warm import arun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of a running process and tmpfs are Linux's")
 
@@ -246,11 +247,10 @@ async def test_a_read_only_file_and_a_read_only_folder_are_refused(stopped: Fork
 
 async def test_a_second_start_on_a_store_in_use_is_refused_and_disturbs_nobody(stopped: Forked):
     await stopped.start()
-    second = await run_cli(stopped.directory, "serve", "--config", "rollout.toml", "--port", "0")
-    _, said = await asyncio.wait_for(second.communicate(), 60)
+    second = await arun("serve", "--config", "rollout.toml", "--port", "0", cwd=stopped.directory)
     assert second.returncode == 2
-    assert b"is in use by another service (process " in said
-    assert b"Traceback" not in said
+    assert "is in use by another service (process " in second.stderr
+    assert "Traceback" not in second.stderr
     assert (await stopped.counts())["ready"] == 3
 
 

@@ -45,9 +45,14 @@ def engine_python() -> Path:
     return python
 
 
-@pytest.fixture(scope="module")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those on the server they share come last, together: it runs beside no other one, and starts once."""
+    items.sort(key=lambda item: "vllm_server" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="package")
 def vllm_server(engine_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """A warm vLLM server with the tiny model. One a module, so that no two of them run side by side."""
+    """A warm vLLM server with the tiny model, for tests that do not change its weights."""
     folder = tmp_path_factory.mktemp("vllm")
     model = make_tiny_model(folder / "model", max_length=POSITIONS, endless=True)
     with VllmServer(engine_python, model, folder / "engine.log", max_model_len=POSITIONS) as server:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,9 +22,8 @@ TOLERANCE = 1e-4
 LONG = 60_000  # tokens: minutes of decoding
 
 
-def torch_log_probs(model_dir: Path, sample: Sample, temperature: float) -> list[float]:
+def torch_log_probs(model: torch.nn.Module, sample: Sample, temperature: float) -> list[float]:
     """What the model itself gives each trained token of the sample, in order."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids = torch.tensor([list(sample.input_ids)])
     with torch.no_grad():
         table = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)
@@ -74,6 +72,7 @@ def test_leased_samples_carry_the_engines_tokens_and_logprobs_and_torch_agrees(
         ),
         "warmer": tokenizer.encode(PROMPTS["warmer"]["prompt"]),
     }
+    model = AutoModelForCausalLM.from_pretrained(vllm_server.model, dtype=torch.float32)
     for group in lease.groups:
         assert len(group.samples) == 4
         temperature = PROMPTS[group.prompt_id].get("sampling", {}).get("temperature", 1.0)
@@ -81,9 +80,7 @@ def test_leased_samples_carry_the_engines_tokens_and_logprobs_and_torch_agrees(
             ids, log_probs = trained(sample)
             assert list(sample.input_ids) == [*prompt_ids[group.prompt_id], *ids]
             assert len(ids) == 32
-            assert log_probs == pytest.approx(
-                torch_log_probs(vllm_server.model, sample, temperature), abs=TOLERANCE, rel=0
-            )
+            assert log_probs == pytest.approx(torch_log_probs(model, sample, temperature), abs=TOLERANCE, rel=0)
             assert sample.reward == pytest.approx(sum(ids) % 97 / 97)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from tests.durability.lives import Lives
 from tests.faults.scripted import Engine
 from tests.service import LiveService, ServiceProcess, killed_at_end
 
@@ -25,6 +26,12 @@ MakeProcess = Callable[..., Awaitable[ServiceProcess]]
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The loop the service runs on."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def lives() -> Iterator[Lives]:
+    with Lives() as lives:
+        yield lives
 
 
 @pytest.fixture
@@ -60,12 +67,12 @@ async def service(engine: Engine, tmp_path: Path) -> AsyncIterator[MakeService]:
 
 
 @pytest.fixture
-async def process(engine: Engine, tmp_path: Path) -> AsyncIterator[MakeProcess]:
+async def process(engine: Engine, lives: Lives, tmp_path: Path) -> AsyncIterator[MakeProcess]:
     """As `service`, in a process of its own that can be killed."""
     async with AsyncExitStack() as stack:
 
         async def make(urls: list[str] | None = None, **changes: Any) -> ServiceProcess:
-            made = ServiceProcess(_directory(tmp_path, 0), urls or [engine.url], **changes)
+            made = ServiceProcess(lives, _directory(tmp_path, 0), urls or [engine.url], **changes)
             await stack.enter_async_context(killed_at_end(made))
             return await made.start()
 

@@ -13,7 +13,8 @@ from aiohttp import web
 
 from tests.faults.conftest import REWARDS
 from tests.faults.scripted import Engine
-from tests.service import free_port, run_cli, tables, to_toml
+from tests.service import free_port, tables, to_toml
+from tests.warm import arun
 
 
 async def refused(directory: Path, engine: str, extra: str = "", **changes: Any) -> str:
@@ -21,17 +22,11 @@ async def refused(directory: Path, engine: str, extra: str = "", **changes: Any)
     shutil.copy(REWARDS, directory)
     port = changes.pop("port", None) or free_port()
     (directory / "rollout.toml").write_text(to_toml(tables(directory, [engine], **changes)) + extra)
-    process = await run_cli(directory, "serve", "--config", "rollout.toml", "--port", str(port))
-    try:
-        out, err = await asyncio.wait_for(process.communicate(), 30)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    lines = [line for line in err.decode().splitlines() if line.startswith("rollout-service: error: ")]
-    assert process.returncode == 2, err.decode()
-    assert len(lines) == 1, err.decode()
-    assert b"Traceback" not in out + err
+    done = await arun("serve", "--config", "rollout.toml", "--port", str(port), cwd=directory)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rollout-service: error: ")]
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
     return lines[0]
 
 

@@ -84,6 +84,7 @@ class ReplicaHarness(Harness):
             source=self.source,
             digest=self.digest,
             clock=self.clock,
+            steady=self.clock,
             healths=lambda: (1, int(self.engines.capacity > 0)),
             new_id=lambda: f"lease-{next(ids)}-{id(self)}",
         )

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from rollout_service.core.group import GroupPolicy
 from rollout_service.core.model import GroupState, Scores
 from rollout_service.core.records import Batch
 from rollout_service.core.scheduler import Policy
 from rollout_service.orchestrator import LeaseRequest, LeaseStatus
+from rollout_service.replicas.replica import GIVE_BACK_S
 from rollout_service.store.shared import Transaction
 from tests.fakes import finished, submission, until
 from tests.replicas.test_replicas import at_once
@@ -176,6 +179,29 @@ async def test_a_replica_without_engines_leaves_its_groups_to_those_that_have_so
         await one.door.heart.beat()
         await until(lambda: len(two.runner.held) == 4, "taken over")
         assert len(one.runner.cancelled) == 4
+
+
+@pytest.mark.parametrize("seconds", [86_400, -86_400])
+async def test_setting_the_clock_of_a_replica_makes_no_wait_shorter_or_longer(seconds: int):
+    async with World(policy=FOUR) as world:
+        one, two = await world.join(), await world.join()
+        two.engines.capacity = 0
+        await two.door.submit([submission("a")])
+        await until(lambda: len(one.runner.held) == 4, "at work")
+        one.engines.capacity, two.engines.capacity = 0, 10
+        await two.door.heart.beat()
+        await until(
+            lambda: [seen.replica.healthy_engines for seen in one.door.watch.overview.replicas][1:] == [1], "known"
+        )
+        looked = counted(one.door, "expire")
+        await until(lambda: looked() >= 2, "housekeeping has seen it")
+        world.wall.now += seconds
+        await until(lambda: looked() >= 4, "and the new time")
+        assert not one.runner.cancelled
+        world.clock.now += GIVE_BACK_S
+        await two.door.heart.beat()
+        await one.door.heart.beat()
+        await until(lambda: len(two.runner.held) == 4, "taken over")
 
 
 async def test_a_replica_that_is_ending_is_not_ready():

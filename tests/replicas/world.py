@@ -39,6 +39,9 @@ class World:
     scoring: ScoringRules = field(default_factory=lambda: ScoringRules(weights={"accuracy": 1.0}))
     engine_wait_s: float = 300.0
     clock: Clock = field(default_factory=Clock)
+    """The store's, and what the replicas measure spans by."""
+    wall: Clock = field(default_factory=Clock)
+    """The replicas' own, which somebody may set."""
     make_store: Callable[[], SharedStore] | None = None
     make_runner: Callable[[], Runner] = Runner
     source: Any = None
@@ -73,7 +76,8 @@ class World:
             healths=lambda: (1, int(engines.capacity > 0)),
             source=self.source,
             digest=self.digest,
-            clock=self.clock,
+            clock=self.wall,
+            steady=self.clock,
             new_id=lambda: f"{number}-{next(ids)}-{id(self)}",
         )
         member = Member(door=door, store=store, runner=runner, scorer=scorer, engines=engines, observer=observer)

@@ -21,16 +21,14 @@ import pytest
 from rollout_service import __version__
 from rollout_service.keys import hash_of, read_keys
 from rollout_service.simulator import Simulator, SimulatorSettings
+from tests import warm
 
 COMMAND = (sys.executable, "-m", "rollout_service")
 REWARDS = "def accuracy(prompts, completions, completion_ids, **columns):\n    return [1.0] * len(completions)\n"
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "NO_COLOR": "1"}
-    return subprocess.run(
-        [*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env=environment
-    )
+    return warm.run(*arguments, cwd=cwd or Path.cwd(), environ={**os.environ, "NO_COLOR": "1"})
 
 
 def write(folder: Path, *, engine: str = "http://127.0.0.1:9", port: int = 0, reward: str = "rewards:accuracy") -> str:
@@ -52,7 +50,8 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_version_and_help():
-    assert run("--version").stdout == f"rollout-service {__version__}\n"
+    done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"rollout-service {__version__}\n"
     said = run("--help").stdout
     for command in ("serve", "check", "simulate-engine"):
         assert command in said

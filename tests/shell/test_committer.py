@@ -41,7 +41,7 @@ async def test_a_stop_tells_those_whose_commit_is_under_way_and_those_behind_it(
     await committer.stop(StoreUnavailable("unreadable"))
     for waiting in (under_way, behind):
         with pytest.raises(StoreUnavailable, match="unreadable"):
-            await asyncio.wait_for(waiting, 1)
+            await asyncio.wait_for(waiting, 15)
     with pytest.raises(StoreUnavailable, match="unreadable"):
         await committer.committed()
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from rollout_service.cli import app
 from rollout_service.console import commands
 from tests.shell.console_service import ConsoleService, engine, halt, live, status
+from tests.warm import arun
 
 KEY = "rsk_" + "k" * 43
 COMMAND = (sys.executable, "-m", "rollout_service")
@@ -46,13 +47,8 @@ async def run(*arguments: str, **variables: str) -> Done:
 
 
 async def process(*arguments: str, **variables: str) -> Done:
-    started = await asyncio.create_subprocess_exec(
-        *COMMAND, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**variables)
-    )
-    async with asyncio.timeout(60):
-        out, err = await started.communicate()
-    assert started.returncode is not None
-    return Done(started.returncode, out.decode(), err.decode())
+    done = await arun(*arguments, cwd=Path.cwd(), environ=environment(**variables))
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def one_line(done: Done, code: int) -> str:

@@ -374,7 +374,7 @@ async def test_a_prompt_that_brings_down_every_engine_it_meets_does_not_go_round
         engine.script, engine.health = crash, health
         failed = await failure(fleet)
     assert (failed.reason, failed.attempts) == (FailureReason.CONNECTION, 1)
-    assert 10 < len(engine.asked) < 30
+    assert 3 < len(engine.asked) < 30  # fewer than it may where a probe found no answer in its time
 
 
 async def test_without_a_healthy_engine_a_generation_waits_engine_wait_and_then_fails_naming_the_engine() -> None:
@@ -462,8 +462,8 @@ async def test_an_address_that_speaks_no_http_is_refused_at_the_start() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        b"HTTP/1.1 200 OK\r\nContent-Length: 171\r\n\r\n{\"data\": [",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{\"dat\r\n",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 171\r\n\r\n{"data": [',
+        b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"dat\r\n',
         b"HTTP/1.1 200 OK\r\nContent-",
         b"",
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,6 +35,8 @@ from tests.tcp_proxy import Faults, Proxy
 pytest.importorskip("openenv", reason="openenv is not installed (extra `openenv`)")
 
 PLACES = 3
+WITHIN_S = 8.0
+"""For what happens at once, on a loaded machine; a step may take 10 s."""
 MESSAGES = [{"role": "system", "content": "count"}]
 CALM = Faults(drop=0, cut=0, delay=0)
 
@@ -421,11 +422,10 @@ async def test_cancelling_in_a_step_ends_at_once_and_closes_the_session(env: Wor
     env.hold()
     playing = asyncio.create_task(played(env.url))
     await until(lambda: len(env.events("step")) == 1)
-    began = time.monotonic()
     playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
-    assert time.monotonic() - began < 1  # the step still runs
+    async with asyncio.timeout(WITHIN_S):  # the step still runs
+        with pytest.raises(asyncio.CancelledError):
+            await playing
     assert not env.events("stepped")
     env.let_go()
     await until(lambda: len(env.events("close")) == 1)
@@ -503,7 +503,7 @@ async def test_a_client_that_ignores_its_end_is_cut_off_when_the_rollout_is_canc
     playing = asyncio.create_task(played("http://e", client=lambda: client))
     await client.blocked.wait()
     playing.cancel()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(WITHIN_S):
         with pytest.raises(asyncio.CancelledError):
             await playing
         await until(lambda: client._ws.transport.aborted and client.cancels)

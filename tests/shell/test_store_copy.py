@@ -41,9 +41,9 @@ from tests.contract.test_store_machine import SqliteStores
 from tests.postgres_cluster import PASSWORD, cluster
 from tests.postgres_pooler import running_pooler
 from tests.store_audit import audit_postgres, audit_sqlite
+from tests.warm import arun
 
 S = GroupState
-COMMAND = (sys.executable, "-m", "rollout_service")
 
 
 @pytest.fixture
@@ -589,23 +589,17 @@ def peak_of_copy(source: str, target: str) -> int:
 # the command line
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env=environment()
-    )
-
-
 async def test_the_command_shows_both_sides_and_no_password(tmp_path: Path, database: str) -> None:
     await filled(file(tmp_path))
-    done = await asyncio.to_thread(run, "store", "copy", "sqlite:///a.db", database, cwd=tmp_path)
+    done = await arun("store", "copy", "sqlite:///a.db", database, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["source", "target"] in lines
     assert ["groups", "submitted", "11", "11"] in lines
     assert ["leased", "2", "2"] in lines
     assert lines[-1][0] == "copied:"
-    again = await asyncio.to_thread(run, "store", "copy", "sqlite:///a.db", database, cwd=tmp_path)
-    wrong = await asyncio.to_thread(run, "store", "copy", "sqlite:///a.db", "sqlite:///b.db", database, cwd=tmp_path)
+    again = await arun("store", "copy", "sqlite:///a.db", database, cwd=tmp_path)
+    wrong = await arun("store", "copy", "sqlite:///a.db", "sqlite:///b.db", database, cwd=tmp_path)
     for refused in (again, wrong):
         assert refused.returncode == 2
         assert refused.stderr.startswith("rollout-service: error: ")
@@ -643,12 +637,12 @@ async def test_the_commands_look_into_a_database_and_say_that_it_needs_no_compac
         '[[engines]]\nurl = "http://127.0.0.1:9"\n[groups]\nnum_generations = 4\n[[rewards]]\nname = "a"\n'
         f'function = "a:a"\n[store]\nurl = "{database}"\n'
     )
-    done = await asyncio.to_thread(run, "store", "stats", "--config", "rollout.toml", cwd=tmp_path)
+    done = await arun("store", "stats", "--config", "rollout.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert (said["submitted"], said["outstanding"], said["replicas"]) == (11, 7, [])
     assert said["tables"]["groups"]["dead_rows"] >= 0
-    compacted = await asyncio.to_thread(run, "store", "compact", "--config", "rollout.toml", cwd=tmp_path)
+    compacted = await arun("store", "compact", "--config", "rollout.toml", cwd=tmp_path)
     assert compacted.returncode == 0
     assert "autovacuum" in compacted.stdout
     assert PASSWORD not in done.stdout + compacted.stdout

@@ -12,6 +12,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from rollout_service.core.group import Lease, LeaseState
 from rollout_service.core.model import GroupState
 from rollout_service.core.records import Batch
 from rollout_service.core.shared import Replica
@@ -23,9 +24,13 @@ from rollout_service.store.shared import Signal, Transaction
 from tests.contract.store_samples import (
     MAX_STALENESS,
     ROWS,
+    acked,
     failed,
     finished,
     generating,
+    lease,
+    leased,
+    leasing,
     new_group,
     pending,
     prompt,
@@ -104,6 +109,75 @@ async def test_what_a_replica_commits_takes_eight_round_trips_however_much_it_is
     whole = (await store.overview()).whole
     assert {state: count for state, count in whole.counts.items() if count} == {S.READY: 24, S.STALE: 8, S.PENDING: 8}
     await store.close()
+
+
+async def test_a_lease_and_its_ack_take_few_round_trips(url: str) -> None:
+    store = PostgresStore(url, max_staleness=MAX_STALENESS, pool_size=1)
+    await store.open()
+    asked: list[str] = []
+
+    async def make(tx: Transaction, made: Lease) -> None:
+        assert isinstance(tx, PostgresTransaction)
+        if not asked:
+            tx._connection.add_query_logger(lambda query: asked.append(query.query))
+        seqs = [group.seq for group in await tx.ready(8, oldest=0)]
+        assert seqs == [seq for seq, _ in made.groups]
+        await tx.write(leasing(made))
+
+    async def ack(tx: Transaction, made: Lease) -> None:
+        assert await tx.lease(made.lease_id) == made
+        seqs = [seq for seq, _ in made.groups]
+        assert len(await tx.groups(seqs)) == 8
+        batch = Batch(leases={made.lease_id: replace(made, state=LeaseState.ENDED)}, forget_payloads=set(seqs))
+        batch.groups.update({seq: acked(seq, made.lease_id) for seq in seqs})
+        await tx.write(batch)
+        tx.signal(Signal.RUN)
+
+    for first in (1, 21):  # the first time a connection learns the statements
+        await store.transact(lambda tx, first=first: tx.write(scored(*range(first, first + 8))))  # type: ignore[misc]
+        made = lease(f"lease-{first}", *range(first, first + 8))
+        trips = []
+        for asking in (
+            store.transact(partial(make, made=made)),
+            store.payloads(range(first, first + 8)),
+            store.transact(partial(ack, made=made)),
+        ):
+            asked.clear()
+            await asking
+            await asyncio.sleep(0)  # the last one is noted in the loop's next turn
+            trips.append(len(asked))
+    assert trips == [7, 4, 8]
+    assert "pg_notify" in asked[-1]
+    assert asked[-1].endswith("COMMIT")
+    await store.close()
+
+
+async def test_a_lease_is_locked_with_its_groups(store: PostgresStore, url: str) -> None:
+    await store.commit(scored(1, 2, 3))
+    await store.commit(leasing(lease("l", 1, 3)))
+    other = await asyncpg.connect(url)
+
+    async def look(tx: Transaction) -> list[int]:
+        await tx.lease("l")
+        rows = await other.fetch("SELECT seq FROM groups ORDER BY seq FOR UPDATE SKIP LOCKED")
+        return [row["seq"] for row in rows]
+
+    assert await store.transact(look) == [2]
+    await other.close()
+
+
+async def test_a_group_may_come_in_together_with_its_lease(store: PostgresStore) -> None:
+    batch = scored(1, 2)
+    made = lease("l", 1, 2)
+    batch.groups[1], batch.groups[2] = leased(1, "l"), acked(2, "l")
+    batch.leases["l"] = made
+    with pytest.raises(StoreUnavailable, match="may not take group 2"):
+        await store.commit(batch)
+    await store.load()
+    batch.groups[2] = leased(2, "l")
+    await store.commit(batch)
+    loaded = await store.load()
+    assert (loaded.groups, loaded.leases) == ((leased(1, "l"), leased(2, "l")), (made,))
 
 
 async def test_a_batch_of_any_size_is_sent_in_parts(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ QUERIES = {
     "LOCK_OWNED": (("a",), "groups_owned"),
     "LOCK_FORFEIT": ((["a"],), "groups_owned"),
     "READ_PROMPTS": (([1],), "prompts_pkey"),
-    "READ_ROLLOUTS": (([1], [1]), "rollouts_pkey"),
+    "READ_PAYLOADS": (([1], [1]), "rollouts_pkey"),
     "SUM_TOKENS": (([1],), "rollouts_pkey"),
     "FORGET": (([1], [1]), "rollouts_pkey"),
     "READ_LEASE_BY_REQUEST": (("r",), "leases_request_id_key"),

@@ -1,7 +1,9 @@
 """Several replicas on a virtual clock over one store in memory; a trainer that asks whichever; faults from one seed.
 
 Replicas are killed, cut off from the store for less and for longer than their claims last, lose answers on the way; the
-store is away for all of them; versions rise, fall and are rewound; groups are cancelled, released, never acked.
+store is away for all of them; versions rise, fall and are rewound; groups are cancelled, released, acked in parts, by
+two trainers whose leases overlap, or never. What is stored is compared with what is told (`replica_books`), and what
+each replica works for with what the store says it does.
 """
 
 from __future__ import annotations
@@ -10,8 +12,7 @@ import asyncio
 import contextlib
 import random
 from array import array
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from rollout_service.core.group import GroupPolicy, OnStale
@@ -24,27 +25,68 @@ from rollout_service.core.model import (
     RolloutJob,
     ScoreJob,
     Scores,
+    TeacherTokens,
     Turn,
 )
 from rollout_service.core.scheduler import Admission, Policy
 from rollout_service.core.scoring import ScoringRules
 from rollout_service.errors import Conflict, Halted, NotFound, ShuttingDown, StoreUnavailable
 from rollout_service.orchestrator import LeaseAnswer, LeaseRequest, LeaseStatus, Rules
+from rollout_service.orchestrator.batches import seqs_of
 from rollout_service.orchestrator.parts import Gate
 from rollout_service.replicas import ReplicaOrchestrator, ReplicaSettings
+from rollout_service.replicas.resident import Changed, Lost
 from rollout_service.store.shared import Transaction
-from rollout_service.store.shared_memory import SharedMemory, SharedMemoryStore
-from tests.fakes import Engines, Recorder, submission
+from rollout_service.store.shared_memory import SharedMemoryStore
+from tests.fakes import Engines, submission
 from tests.simulation import virtual
+from tests.simulation.replica_books import BookedMemory, BookedRecorder, Books
 
 T = TypeVar("T")
 
-FAULTS = ("kill", "cut_short", "cut_long", "lost_answer", "store_away", "bump", "reset", "rewind", "cancel", "release",
-          "no_ack", "pause", "join", "leave", "deaf")  # fmt: skip
-CHAOS_S = 120.0
+FAULTS = (
+    "bump",
+    "cancel",
+    "cut_long",
+    "cut_short",
+    "deaf",
+    "expelled",
+    "join",
+    "kill",
+    "leave",
+    "lost_answer",
+    "mark",
+    "no_ack",
+    "pause",
+    "release",
+    "reset",
+    "rewind",
+    "store_away",
+)
+EVENTS = (
+    "acked_in_part",
+    "asked_again",
+    "began_anew",
+    "claims_taken",
+    "distilled",
+    "empty",
+    "forgot_mark",
+    "halted",
+    "late_commit",
+    "pace_relaxed",
+    "paced",
+    "refused_as_changed",
+    "released_in_part",
+    "reopened",
+    "streak_ended",
+)
+"""What all that leads to, and runs that are special."""
+CHAOS_S = 60.0
 LEASE_S = 5.0
 PATIENCE_S = 3_000.0
 """Virtual; a run that has not drained by then is stuck."""
+ASTRAY_S = 6.0
+"""How long a replica may work for other groups than the store says: until a lost claim or signal is noticed."""
 
 
 class Wrong(AssertionError):
@@ -54,14 +96,15 @@ class Wrong(AssertionError):
 class Runner:
     """Rollouts that take their time, sometimes fail, and say whose they are."""
 
-    def __init__(self, random_: random.Random) -> None:
-        self._random = random_
+    def __init__(self, random_: random.Random, unlucky: float) -> None:
+        """`unlucky`: the part of rollouts that fail."""
+        self._random, self._unlucky = random_, unlucky
 
     async def run(self, job: RolloutJob, gate: Gate) -> FinishedRollout | FailedRollout:
         await gate.passed()
         await asyncio.sleep(self._random.expovariate(1 / 1.5))
         await gate.passed()
-        if self._random.random() < 0.08:
+        if self._random.random() < self._unlucky:
             return FailedRollout(index=job.index, reason=FailureReason.SERVER_ERROR, error="unlucky")
         ids = (int(job.group_id.removeprefix("g-")), job.attempt, job.index)
         turn = Turn(
@@ -78,19 +121,35 @@ class Runner:
 class FarStore(SharedMemoryStore):
     """A handle whose transactions take a while to begin, and whose answers take a while to arrive."""
 
-    def __init__(self, memory: SharedMemory, random_: random.Random) -> None:
+    def __init__(self, memory: BookedMemory, random_: random.Random, name: str) -> None:
         super().__init__(memory)
         memory.add(self)
-        self._random = random_
+        self.name = name
+        self._books, self._random = memory.books, random_
+        self.taken = lambda: 0
+        """How many takings of claims its replica knows of."""
 
     async def transact(
         self, work: Callable[[Transaction], Awaitable[T]], *, alone: bool = False, exclusive: str | None = None
     ) -> T:
-        await asyncio.sleep(self._random.expovariate(1 / 0.1))
+        await self._on_the_way()
+        self._books.take()
         try:
-            return await super().transact(work, alone=alone, exclusive=exclusive)
-        finally:
-            await asyncio.sleep(self._random.expovariate(1 / 0.1))
+            result = await super().transact(work, alone=alone, exclusive=exclusive)
+        except (Changed, Lost, StoreUnavailable) as error:
+            self._books.met[f"refused_as_{type(error).__name__.lower()}"] += 1
+            if isinstance(error, Lost) or (isinstance(error, Changed) and error.run.taken > self.taken()):
+                self._books.met["late_commit"] += 1
+            await self._on_the_way()
+            raise
+        ended = self._books.take()  # of this very transaction: nobody else ran since its commit
+        await self._on_the_way()
+        self._books.owes(self.name, ended)
+        return result
+
+    async def _on_the_way(self) -> None:
+        """Mostly soon; a slow one lets others overtake."""
+        await asyncio.sleep(min(2.0, self._random.expovariate(1.0 if self._random.random() < 0.1 else 10.0)))
 
 
 class Scorer:
@@ -99,7 +158,10 @@ class Scorer:
 
     async def score(self, job: ScoreJob) -> Scores:
         await asyncio.sleep(self._random.random())
-        return Scores(rewards={"accuracy": [float(r.index) for r in job.rollouts]})
+        taught = TeacherTokens(teacher_id="t", ids=array("i", (1, 2, 3)), logprobs=array("f", (-0.5,) * 3), columns=1)
+        return Scores(
+            rewards={"accuracy": [float(r.index) for r in job.rollouts]}, teacher=[[taught] for _ in job.rollouts]
+        )
 
 
 class ReplicaWorld:
@@ -108,11 +170,16 @@ class ReplicaWorld:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         draw = self.random
-        self.met: Counter[str] = Counter()
+        self.books = Books()
+        self.met = self.books.met
         paced = draw.random() < 0.3
+        alone = draw.random() < 0.15
+        self.met["paced"], self.met["distilled"] = int(paced), int(alone)
+        self.unlucky = draw.choice((0.02, 0.08, 0.3))
         self.policy = Policy(
             group=GroupPolicy(
                 max_staleness=draw.choice((0, 1, 2)),
+                min_group_size=1 if alone else 2,
                 on_stale=draw.choice((OnStale.DROP, OnStale.REQUEUE)),
                 max_group_attempts=3,
             ),
@@ -120,14 +187,23 @@ class ReplicaWorld:
             max_ready_groups=draw.choice((4, 64)),
             admission=Admission.PACE if paced else Admission.SLOTS,
             groups_per_step=3 if paced else 0,
+            halt_after_failed_groups=draw.choice((1, 2, 3)),
+            halt_after_unproductive_groups=draw.choice((2, 5, 32)),
         )
-        self.memory = SharedMemory(self.policy.group.max_staleness, self.clock)
-        self.members: list[tuple[ReplicaOrchestrator, SharedMemoryStore]] = []
+        self.scoring = ScoringRules(
+            weights={"accuracy": 1.0}, min_group_size=self.policy.group.min_group_size, distillation=alone
+        )
+        self.memory = BookedMemory(self.policy.group.max_staleness, self.clock, self.books)
+        self.members: list[tuple[ReplicaOrchestrator, FarStore]] = []
         self.endings: set[asyncio.Task[None]] = set()
         self.ids = iter(range(1, 10**9))
         self.delivered: dict[str, dict[str, tuple[int, ...]]] = {}
         """Lease -> group -> rows of the rollouts it came with."""
         self.acks_asked: set[tuple[str, str]] = set()
+        self.known_ids: dict[str, str] = {}
+        """Name of a replica -> the id it had at the last look."""
+        self.astray: dict[tuple[str, int, int], float] = {}
+        """(replica, group, claim) that only one of it and the store knows of -> since when."""
         self.calm = False
         """Nothing is harmed any more."""
 
@@ -138,7 +214,7 @@ class ReplicaWorld:
         for _ in range(3):
             await self.join()
         feeding = asyncio.create_task(self.feed())
-        training = asyncio.create_task(self.train())
+        training = [asyncio.create_task(self.train()) for _ in range(2)]
         while asyncio.get_running_loop().time() < CHAOS_S:
             await asyncio.sleep(self.random.expovariate(1 / 1.0))
             await self.harm()
@@ -150,7 +226,7 @@ class ReplicaWorld:
         self.calm = True
         async with asyncio.timeout(PATIENCE_S):
             await feeding
-            await training
+            await asyncio.gather(*training)
         self.look()
         counts = self.memory.content.whole().counts
         if any(count for state, count in counts.items() if not state.terminal):
@@ -158,25 +234,29 @@ class ReplicaWorld:
         for door, _ in self.members:
             await door.stop()
         await asyncio.gather(*self.endings)
+        self.look()
         self.check_acks()
+        if untold := self.books.untold():
+            raise Wrong(f"known to be stored and not told: {untold}")
 
     # replicas
 
     async def join(self) -> None:
         number = next(self.ids)
-        store = FarStore(self.memory, self.random)
+        store = FarStore(self.memory, self.random, f"r{number}")
         door = ReplicaOrchestrator(
-            Rules(policy=self.policy, scoring=ScoringRules(weights={"accuracy": 1.0}), engine_wait_s=300),
+            Rules(policy=self.policy, scoring=self.scoring, engine_wait_s=300),
             ReplicaSettings(name=f"r{number}", lease_s=LEASE_S),
             store=store,
-            runner=Runner(self.random),
+            runner=Runner(self.random, self.unlucky),
             scorer=Scorer(self.random),
             engines=Engines(),
-            observer=Recorder(),
+            observer=BookedRecorder(self.books),
             healths=lambda: (1, 1),
             clock=self.clock,
             new_id=lambda: f"{number}-{next(self.ids)}",
         )
+        store.taken = lambda: door.resident.known.taken
         await door.start()
         self.members.append((door, store))
 
@@ -193,6 +273,8 @@ class ReplicaWorld:
 
     async def harm(self) -> None:
         fault = self.random.choice(FAULTS)
+        if fault in ("cut_long", "store_away", "pause") and self.random.random() < 0.5:
+            return  # these keep everything else from happening
         self.met[fault] += 1
         one = self.random.randrange(len(self.members))
         door, store = self.members[one]
@@ -213,9 +295,15 @@ class ReplicaWorld:
                 self.memory.broken = "restarting"
                 after = self.random.choice((0.5, 3.0, LEASE_S * 2))
                 asyncio.get_running_loop().call_later(after, setattr, self.memory, "broken", None)
+            case "expelled":  # as a host that slept: it does not know yet, and goes on
+                if len(self.members) > 1 and self.memory.broken is None:
+                    self.memory.time_over(door.resident.replica_id)
+                    other = self.members[one - 1][1]
+                    with contextlib.suppress(StoreUnavailable):
+                        await other.expel()
             case "deaf":
                 store.pushes = not store.pushes
-            case "bump" | "reset" | "rewind" | "cancel" | "pause":
+            case "bump" | "reset" | "mark" | "rewind" | "cancel" | "pause":
                 with contextlib.suppress(StoreUnavailable, Conflict, NotFound, ShuttingDown):
                     await self.call(door, fault)
 
@@ -226,11 +314,16 @@ class ReplicaWorld:
                 await door.post_version(seen.policy_version + self.random.choice((1, 1, 2)))
             case "reset":
                 await door.post_version(max(0, seen.policy_version - 1), reset=True)
+            case "mark":
+                await door.mark(f"m{next(self.ids)}")
             case "rewind":
-                if self.random.random() < 0.6:
-                    await door.mark(f"m{next(self.ids)}")
-                elif marks := await door.checkpoints():
-                    await door.rewind(self.random.choice(marks).name)
+                if marks := await door.checkpoints():
+                    name = self.random.choice(marks).name
+                    if self.random.random() < 0.3:
+                        await door.forget(name)
+                        self.met["forgot_mark"] += 1
+                    else:
+                        self.met["reopened"] += (await door.rewind(name)).reopened_groups > 0
             case "cancel":
                 if seen.last_seq:
                     await door.cancel(f"g-{self.random.randint(1, seen.last_seq)}")
@@ -252,13 +345,14 @@ class ReplicaWorld:
         for at in range(12):
             some = [submission(f"p{at}-{n}", self.random.choice((2, 4))) for n in range(3)]
             await self.anywhere(lambda door, some=some: door.submit(some))  # type: ignore[misc]  # bound at once
-            await asyncio.sleep(self.random.random() * 10)
+            await asyncio.sleep(self.random.random() * 7)
         await self.anywhere(lambda door: door.submit([], final=True))
 
     async def train(self) -> None:
         while True:
+            await asyncio.sleep(self.random.choice((0, 0, 3)))
             request = LeaseRequest(
-                max_groups=self.random.choice((1, 3)),
+                max_groups=self.random.choice((1, 3, 6)),
                 wait_s=5,
                 lease_s=20,
                 request_id=f"q{next(self.ids)}" if self.random.random() < 0.5 else None,
@@ -275,12 +369,45 @@ class ReplicaWorld:
                     return
                 await asyncio.sleep(1)
                 continue
-            if answer.lease is not None:
-                await self.take(answer)
+            self.met["empty"] += answer.status is LeaseStatus.EMPTY
+            if answer.lease is None:
+                continue
+            await self.take(answer)
+            if request.request_id is not None and self.random.random() < 0.3:  # as one that lost the answer
+                with contextlib.suppress(Conflict, Halted):
+                    again = await self.anywhere(lambda door, request=request: door.lease(request))  # type: ignore[misc]
+                    self.met["asked_again"] += 1
+                    self.check_content(again)
 
     async def take(self, answer: LeaseAnswer) -> None:
         lease = answer.lease
         assert lease is not None
+        groups = self.check_content(answer)
+        await asyncio.sleep(self.random.random())
+        what = self.random.random()
+        if what < 0.1 and not self.calm:
+            self.met["no_ack"] += 1
+            return
+        part = None
+        if len(groups) > 1 and self.random.random() < 0.4:
+            part = self.random.sample(sorted(groups), len(groups) // 2)
+        with contextlib.suppress(Conflict, NotFound):
+            if what < 0.3:
+                self.met["release" if part is None else "released_in_part"] += 1
+                await self.anywhere(lambda door: door.release(lease.lease_id, part))
+                if part is None:
+                    return
+                await asyncio.sleep(self.random.random() * 15)  # the other trainer may get what was released
+                part = None
+            self.met["acked_in_part"] += part is not None
+            self.acks_asked |= {(lease.lease_id, name) for name in part or groups}
+            await self.anywhere(lambda door: door.ack(lease.lease_id, part))
+
+    def check_content(self, answer: LeaseAnswer) -> Sequence[str]:
+        """The groups of an answer, which is what the lease said before."""
+        lease = answer.lease
+        if lease is None:
+            return []
         groups = {}
         for payload in answer.payloads:
             group = payload.group
@@ -295,20 +422,9 @@ class ReplicaWorld:
                     rows.append(rollout.index)
             groups[group.group_id] = tuple(rows)
         before = self.delivered.setdefault(lease.lease_id, groups)
-        if any(before[name] != rows for name, rows in groups.items() if name in before):
+        if any(before[name] != rows for name, rows in groups.items()):
             raise Wrong(f"lease {lease.lease_id} came with other content: {before}, {groups}")
-        await asyncio.sleep(self.random.random())
-        what = self.random.random()
-        if what < 0.1 and not self.calm:
-            self.met["no_ack"] += 1
-            return
-        with contextlib.suppress(Conflict, NotFound):
-            if what < 0.2:
-                self.met["release"] += 1
-                await self.anywhere(lambda door: door.release(lease.lease_id, None))
-            else:
-                self.acks_asked |= {(lease.lease_id, name) for name in groups}
-                await self.anywhere(lambda door: door.ack(lease.lease_id, None))
+        return sorted(groups)
 
     # what must hold
 
@@ -317,6 +433,32 @@ class ReplicaWorld:
         counts, run = content.whole().counts, content.shared_run().run
         if sum(counts.values()) != run.last_seq:
             raise Wrong(f"{run.last_seq} submitted, {counts}")
+        if self.books.wrong:
+            raise Wrong("; ".join(self.books.wrong))
+        self.look_at_claims()
+
+    def look_at_claims(self) -> None:
+        """Each replica works for what the store says it does, or for a moment does not know it yet."""
+        now, found = self.clock(), {}
+        for door, store in self.members:
+            resident = door.resident
+            if resident.replica_id != self.known_ids.get(store.name, resident.replica_id):
+                self.met["began_anew"] += 1
+            self.known_ids[store.name] = resident.replica_id
+            if resident.away or store.cut or self.memory.broken is not None or not resident.replica_id:
+                continue
+            claims = self.memory.content.claims.items()
+            mine = {(seq, claim) for seq, (owner, claim) in claims if owner == resident.replica_id}
+            on_its_way = set() if resident._commit is None else seqs_of(resident._commit.batch)
+            amiss = {(seq, claim) for seq, claim in resident.claims.items() if seq not in on_its_way} - mine
+            if not door._claims._one.locked():  # else it may be asking for them in this moment
+                amiss |= mine - set(resident.claims.items())
+            for seq, claim in amiss:
+                key = (resident.replica_id, seq, claim)
+                found[key] = self.astray.get(key, now)
+        self.astray = found
+        if late := {key for key, since in found.items() if now - since > ASTRAY_S}:
+            raise Wrong(f"claimed and not worked for, or the other way round: {sorted(late)}")
 
     def check_acks(self) -> None:
         for group in self.memory.content.groups.values():

@@ -93,6 +93,8 @@ CREATE TABLE groups (
     end_number      bigint           CHECK (end_number >= 1),
     owner           text,
     claim           bigint           NOT NULL DEFAULT 0 CHECK (claim >= 0),
+    outstanding     boolean          NOT NULL GENERATED ALWAYS AS
+                                     (state IN ('pending', 'generating', 'scoring', 'ready', 'leased')) STORED,
     submitted_at    double precision NOT NULL,
     changed_at      double precision NOT NULL,
     UNIQUE (prompt_id, epoch),
@@ -108,9 +110,9 @@ CREATE TABLE groups (
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 10000,
         autovacuum_vacuum_cost_delay = 0, autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 10000);
 
--- What a start loads; small however long the run is.
-CREATE INDEX groups_outstanding ON groups (seq)
-    WHERE state IN ('pending', 'generating', 'scoring', 'ready', 'leased');
+-- What a start loads; small however long the run is. By a column of its own, and not by states: a condition on one state
+-- would imply it, and a plan made while nothing was outstanding would find ready groups here, among all the others.
+CREATE INDEX groups_outstanding ON groups (seq) WHERE outstanding;
 -- What a replica may claim: pending groups in the order they are claimed in, and opened ones nobody works on.
 CREATE INDEX groups_pending ON groups ((attempt = 1), seq) WHERE state = 'pending';
 CREATE INDEX groups_orphaned ON groups (seq) WHERE state IN ('generating', 'scoring') AND owner IS NULL;
