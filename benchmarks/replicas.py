@@ -19,11 +19,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import cast
 
 import httpx
 import pytest
@@ -73,7 +72,7 @@ from rollout_service.core.scheduler import Policy
 from rollout_service.core.shared import Replica
 from rollout_service.observers import Quiet
 from rollout_service.replicas.claims import Claims
-from rollout_service.replicas.resident import Adopted, Resident
+from rollout_service.replicas.resident import Adopted
 from rollout_service.store.postgres import PostgresStore
 from tests.postgres_cluster import Cluster
 from tests.postgres_pooler import pgbouncer
@@ -255,8 +254,18 @@ class _Slots:
     """What a claimer asks of who works for the groups: there is always room, and nobody works."""
 
     def __init__(self, replica_id: str) -> None:
-        self.replica_id, self.away, self.closing, self.free = replica_id, False, False, GROUP
+        self.replica_id, self.away, self.closing, self.taken = replica_id, False, False, 0
         self.claims: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        return GROUP
+
+    def deals_with(self, seqs: Collection[int]) -> bool:
+        return False
+
+    async def settled(self) -> None:
+        """Nothing ever is under way."""
 
     def adopt(self, adopted: Adopted) -> None:
         self.claims.update(adopted.claims)
@@ -273,7 +282,7 @@ async def claimer(url: str) -> AsyncIterator[Claims]:
         like = known[0] if known else Replica(replica_id="", name="", service="", rules="")
         await store.join(replace(like, replica_id=replica_id, name="claimer", slots=0), lease_s=300)
         policy = Policy(group=GroupPolicy(max_staleness=STALENESS), slots=GROUP, max_ready_groups=1_000_000)
-        yield Claims(store, cast(Resident, _Slots(replica_id)), policy, Quiet())
+        yield Claims(store, _Slots(replica_id), policy, Quiet())
         await store.leave(replica_id)
     finally:
         await store.close()

@@ -195,6 +195,8 @@ class Harness:
     engines: Engines = field(default_factory=Engines)
     observer: Recorder = field(default_factory=Recorder)
     clock: Clock = field(default_factory=Clock)
+    steady: Clock | None = None
+    """Else `clock`."""
     source: Any = None
     digest: Any = None
 
@@ -210,6 +212,7 @@ class Harness:
             source=self.source,
             digest=self.digest,
             clock=self.clock,
+            steady=self.steady or self.clock,
             new_id=lambda: f"lease-{next(ids)}-{id(self)}",
         )
 

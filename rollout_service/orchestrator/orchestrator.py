@@ -46,8 +46,10 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         source: PromptSource | None = None,
         digest: Callable[[Prompt], bytes] | None = None,
         clock: Clock = time.time,
+        steady: Clock = time.monotonic,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
+        """`clock`: Unix seconds. `steady`: seconds, by a clock that nobody sets."""
         if (source is None) is not (digest is None):
             raise ValueError("a prompt source and the digest of its prompts come together")
         writer = Writer(
@@ -58,6 +60,7 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
             engines=engines,
             observer=observer,
             clock=clock,
+            steady=steady,
             new_id=new_id,
         )
         super().__init__(writer, store, rules, clock)

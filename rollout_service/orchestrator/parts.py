@@ -45,7 +45,7 @@ class Engines(Protocol):
 
 
 class Clock(Protocol):
-    """Wall-clock time in Unix seconds."""
+    """Seconds: Unix time, or where it says so by a clock that nobody sets."""
 
     def __call__(self) -> float: ...
 

@@ -98,7 +98,6 @@ class Workshop(ABC):
         self._opening: dict[tuple[int, int], int | None] = {}
         """(seq, attempt) of groups whose first dispatch has not left, and the version it was decided at."""
         self._turn_planned = False
-        self._engine_missed_since: float | None = None
 
     @abstractmethod
     def turn(self) -> None:
@@ -312,18 +311,6 @@ class Workshop(ABC):
         self.touch()
 
     # engines that are missing
-
-    def _engines_missing(self, capacity: int, wanted: bool, now: float) -> bool:
-        """Whether work could have been given out for `engine_wait_s` and no engine was healthy (design 3.2.5)."""
-        if capacity > 0 or not wanted:
-            self._engine_missed_since = None
-            return False
-        if self._engine_missed_since is None:
-            self._engine_missed_since = now
-        elif now - self._engine_missed_since >= self._rules.engine_wait_s:
-            self._engine_missed_since = None
-            return True
-        return False
 
     def _give_up_waiting(self, now: float) -> None:
         """Fail the group that would be dispatched next, so that somebody hears of it."""

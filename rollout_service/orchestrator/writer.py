@@ -20,6 +20,7 @@ from rollout_service.core.model import Prompt
 from rollout_service.core.records import Batch, NewGroup, RunState, Snapshot
 from rollout_service.core.scheduler import Scheduler
 from rollout_service.errors import ShuttingDown, StoreUnavailable
+from rollout_service.orchestrator.condition import Condition
 from rollout_service.orchestrator.parts import Clock, Engines, Observer, RolloutRunner, Scorer
 from rollout_service.orchestrator.prompt_memory import PromptMemory
 from rollout_service.orchestrator.serving import Serving
@@ -47,8 +48,10 @@ class Writer(Workshop):
         engines: Engines,
         observer: Observer,
         clock: Clock,
+        steady: Clock,
         new_id: Callable[[], str],
     ) -> None:
+        """`steady`: seconds, by a clock that nobody sets; `clock`: of the day, as leases need it over restarts."""
         super().__init__(
             rules,
             store=store,
@@ -59,6 +62,9 @@ class Writer(Workshop):
             observer=observer,
             clock=clock,
         )
+        self._steady = steady
+        self._engines_missing = Condition()
+        """Work could be given out, and no engine is healthy."""
         self.run = RunState()
         self._serving = Serving(self, observer, new_id)
         self.line = self._serving.line
@@ -138,7 +144,8 @@ class Writer(Workshop):
         self._serving.serve(now)  # before dispatch: what goes out makes room for groups to open
         capacity = self._engines.healthy_capacity()
         core.dispatch(now=now, capacity=capacity)
-        if self._engines_missing(capacity, core.wants_engine, now):
+        missing = capacity == 0 and core.wants_engine
+        if self._engines_missing.lasted(missing, self._rules.engine_wait_s, self._steady()):  # design 3.2.5
             self._give_up_waiting(now)
         if core.exhausted is not self._said_exhausted:
             self._said_exhausted = core.exhausted
@@ -228,16 +235,18 @@ class Writer(Workshop):
 
     def _arm(self, now: float) -> None:
         """Wake up for the next lease that expires or the end of waiting for an engine."""
-        moments = [self.core.next_expiry()]
-        if self._engine_missed_since is not None:
-            moments.append(self._engine_missed_since + self._rules.engine_wait_s)
-        due = min((moment for moment in moments if moment is not None), default=None)
+        expiry = self.core.next_expiry()
+        waits = (
+            None if expiry is None else expiry - now,
+            self._engines_missing.left(self._rules.engine_wait_s, self._steady()),
+        )
+        wait = min((seconds for seconds in waits if seconds is not None), default=None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if due is not None:
+        if wait is not None:
             # never 0: a clock that rounds down would have the loop spin until the moment is really there
-            self._timer = asyncio.get_running_loop().call_later(max(0.001, due - now), self.turn)
+            self._timer = asyncio.get_running_loop().call_later(max(0.001, wait), self.turn)
 
     # a store that fails
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import structlog
 
@@ -24,7 +25,7 @@ from rollout_service.errors import StoreUnavailable
 from rollout_service.orchestrator.parts import Observer
 from rollout_service.replicas import parts
 from rollout_service.replicas.parts import Happened
-from rollout_service.replicas.resident import WORKED_FOR, Adopted, Resident
+from rollout_service.replicas.resident import WORKED_FOR, Adopted
 from rollout_service.store.shared import SharedStore, Transaction
 
 log = structlog.get_logger(__name__)
@@ -45,10 +46,29 @@ class _Taken:
     """`SharedRun.taken` at the claim."""
 
 
+class Works(Protocol):
+    """Who works for claimed groups: what is asked of the resident here, and means there what it says."""
+
+    replica_id: str
+    away: bool
+    closing: bool
+    taken: int
+    claims: dict[int, int]
+
+    @property
+    def free(self) -> int: ...
+
+    def deals_with(self, seqs: Collection[int]) -> bool: ...
+
+    async def settled(self) -> None: ...
+
+    def adopt(self, adopted: Adopted) -> None: ...
+
+
 class Claims:
     """Fills the resident's free slots."""
 
-    def __init__(self, store: SharedStore, resident: Resident, policy: Policy, observer: Observer) -> None:
+    def __init__(self, store: SharedStore, resident: Works, policy: Policy, observer: Observer) -> None:
         self._store, self._resident, self._policy, self._observer = store, resident, policy, observer
         self._wake = asyncio.Event()
         self._group_size = 1

@@ -19,6 +19,7 @@ from rollout_service.core.model import GroupState, Prompt
 from rollout_service.core.scheduler import Scheduler
 from rollout_service.core.shared import Replica
 from rollout_service.errors import ConfigError, StoreUnavailable
+from rollout_service.orchestrator.condition import Condition
 from rollout_service.orchestrator.intake import PromptSource
 from rollout_service.orchestrator.parts import Clock, Engines, Observer, RolloutRunner, Scorer
 from rollout_service.orchestrator.views import StatusView
@@ -62,24 +63,6 @@ class ReplicaSettings:
     """Digest of what must be equal for all replicas of a run."""
 
 
-class Condition:
-    """Something that has to last."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def lasted(self, holds: bool, seconds: float, now: float) -> bool:
-        """Whether it has held for so long by a clock that nobody sets; then it begins anew."""
-        if not holds:
-            self._since = None
-            return False
-        self._since = now if self._since is None else self._since
-        if now - self._since < seconds:
-            return False
-        self._since = None
-        return True
-
-
 class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
     """The door of this room. All methods belong to the event loop that ran `start`."""
 
@@ -97,7 +80,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         source: PromptSource | None = None,
         digest: Callable[[Prompt], bytes] | None = None,
         clock: Clock = time.time,
-        steady: Callable[[], float] = time.monotonic,
+        steady: Clock = time.monotonic,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         """`healths`: engines in all, and healthy ones, for the other replicas to know.

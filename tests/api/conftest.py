@@ -88,6 +88,7 @@ class Service:
             engines=self.fleet,
             observer=Observers(self.metrics, self.history, OutcomeLog()),
             clock=self.clock,
+            steady=self.clock,
         )
         self.metrics.watch(self.door.status, self.fleet)
         self.context = Context(

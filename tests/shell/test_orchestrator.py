@@ -16,7 +16,7 @@ from rollout_service.core.scheduler import Policy
 from rollout_service.errors import Conflict, Halted, InvalidField, NotFound, QueueFull, ShuttingDown, StoreUnavailable
 from rollout_service.orchestrator import HungUp, LeaseRequest, LeaseStatus, Orchestrator
 from rollout_service.store import MemoryStore, SqliteStore
-from tests.fakes import Harness, Runner, failed, finished, passes, prompt, submission, until
+from tests.fakes import Clock, Harness, Runner, failed, finished, passes, prompt, submission, until
 
 S = GroupState
 ASK = LeaseRequest(max_groups=8, wait_s=5)
@@ -490,6 +490,21 @@ async def test_with_no_engine_groups_wait_and_then_one_of_them_fails_loudly():
             await door.lease(NOW)
         assert halted.value.facts["engine"] == "http://engine"
         assert harness.runner.jobs == []
+
+
+@pytest.mark.parametrize("seconds", [86_400, -86_400])
+async def test_setting_the_clock_makes_the_wait_for_an_engine_no_shorter_or_longer(seconds: int):
+    harness = Harness(store=memory(), engine_wait_s=10, steady=Clock())
+    harness.engines.capacity = 0
+    async with harness as door:
+        await door.submit([submission("a"), submission("b")])
+        harness.clock.now += seconds
+        door.engines_changed()
+        await passes()
+        assert door.status().halt is None
+        harness.steady.now += 10
+        door.engines_changed()
+        await until(lambda: door.status().halt)
 
 
 async def test_a_restart_goes_on_with_everything_that_was_committed(tmp_path: Path):

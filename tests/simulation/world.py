@@ -322,6 +322,7 @@ class World:
             engines=self.fleet,
             observer=self.observer,
             clock=self.now,
+            steady=self.now,
             new_id=lambda: f"l{next(self.ids)}",
         )
         await self.fleet.start()
