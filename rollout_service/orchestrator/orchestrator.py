@@ -23,6 +23,7 @@ from rollout_service.orchestrator.intake import Intake, PromptSource
 from rollout_service.orchestrator.lease_calls import LeaseCalls
 from rollout_service.orchestrator.parts import Clock, Engines, Observer, RolloutRunner, Scorer
 from rollout_service.orchestrator.prompt_calls import PromptCalls
+from rollout_service.orchestrator.versions import say_stale, too_low
 from rollout_service.orchestrator.views import StatusView, Submission
 from rollout_service.orchestrator.workshop import Rules
 from rollout_service.orchestrator.writer import Writer
@@ -92,21 +93,13 @@ class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
             bumped = writer.post_version(version, reset=reset)
         except VersionTooLow as error:
             await writer.settled()  # what it contradicts must be so for good
-            raise Conflict(f'{error}; a trainer that went back says "reset": true', version=error.current) from error
+            raise too_low(error) from error
         # In a commit of its own: what fills the slots again must not delay what frees them.
         writer.collect()
         writer.committer.seal()
         await writer.committer.committed()
         writer.turn()
-        if bumped.stale_groups:
-            log.warning(
-                "groups_went_stale",
-                groups=bumped.stale_groups,
-                aborted_rollouts=bumped.aborted_rollouts,
-                version=version,
-                detail="more is generated than the trainer takes within max_staleness versions: "
-                'dispatch.admission = "pace" with groups_per_step generates less ahead',
-            )
+        say_stale(bumped)
         return bumped
 
     # prompts

@@ -11,19 +11,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import structlog
-
 from rollout_service.core.changes import Bumped
 from rollout_service.core.scheduler import VersionTooLow
 from rollout_service.core.shared import SharedRun
 from rollout_service.core.streaks import Streak
-from rollout_service.errors import Conflict
+from rollout_service.orchestrator.versions import say_stale, too_low
 from rollout_service.replicas import parts
 from rollout_service.replicas.calls import Calls
 from rollout_service.replicas.parts import Happened
 from rollout_service.store.shared import Transaction
-
-log = structlog.get_logger(__name__)
 
 OTHERS_S = 0.25
 """How long a version waits for the other replicas to have carried it out."""
@@ -36,20 +32,12 @@ class RunCalls(Calls):
         try:
             bumped, happened, run = await self._store.transact(partial(self._post, version, reset), alone=True)
         except VersionTooLow as error:
-            raise Conflict(f'{error}; a trainer that went back says "reset": true', version=error.current) from error
+            raise too_low(error) from error
         happened.tell(self._observer)
         if bumped.version != bumped.previous:
             bumped = await self._everywhere(bumped, run)
             self._observer.version_posted(bumped)
-        if bumped.stale_groups:
-            log.warning(
-                "groups_went_stale",
-                groups=bumped.stale_groups,
-                aborted_rollouts=bumped.aborted_rollouts,
-                version=version,
-                detail="more is generated than the trainer takes within max_staleness versions: "
-                'dispatch.admission = "pace" with groups_per_step generates less ahead',
-            )
+        say_stale(bumped)
         return bumped
 
     async def _post(self, version: int, reset: bool, tx: Transaction) -> tuple[Bumped, Happened, SharedRun]:
