@@ -11,8 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-import structlog
-
 from rollout_service.core.changes import Bumped
 from rollout_service.core.model import Prompt
 from rollout_service.core.scheduler import VersionTooLow
@@ -28,8 +26,6 @@ from rollout_service.orchestrator.views import StatusView, Submission
 from rollout_service.orchestrator.workshop import Rules
 from rollout_service.orchestrator.writer import Writer
 from rollout_service.store.protocol import Store
-
-log = structlog.get_logger(__name__)
 
 
 class Orchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
