@@ -69,7 +69,7 @@ from benchmarks.serving import Engine, submit
 from benchmarks.trainer import MAX_GROUPS, RANKS, Rank
 from rollout_service.core.group import GroupPolicy
 from rollout_service.core.scheduler import Policy
-from rollout_service.core.shared import Replica
+from rollout_service.core.shared import Replica, SharedRun
 from rollout_service.observers import Quiet
 from rollout_service.replicas.claims import Claims
 from rollout_service.replicas.resident import Adopted
@@ -260,6 +260,9 @@ class _Slots:
     @property
     def free(self) -> int:
         return GROUP
+
+    async def follow(self, run: SharedRun) -> None:
+        """Nothing is worked for."""
 
     def deals_with(self, seqs: Collection[int]) -> bool:
         return False

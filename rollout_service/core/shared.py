@@ -24,7 +24,7 @@ class SharedRun:
     """`ended` and `ends` are kept by the store's own counters; writing the row leaves them alone."""
     revision: int = 0
     """Rises with every change that decisions of replicas rest on: version, reset, pause, halt, claims taken back. What
-    was decided at another revision is not committed."""
+    was decided at another revision than a transaction sees is not committed by it."""
     taken: int = 0
     """How often claims were taken from a replica by somebody else (reset, rewind, cancel, expiry of its heartbeat)."""
     returns: int = 0
@@ -63,7 +63,7 @@ class Replica:
     """What a replica says of itself."""
 
     replica_id: str
-    """New for every start."""
+    """New for every start, and whenever it comes back after it lost its claims."""
     name: str
     """For people; the host's name and the port, unless configured."""
     service: str

@@ -41,7 +41,7 @@ def add_changes(batch: Batch, changes: Changes, core: Scheduler) -> None:
 
 
 def absorb(batch: Batch, later: Batch) -> None:
-    """Put what was decided `later` into `batch`, and leave nothing there. Neither has a run."""
+    """Put what was decided `later` into `batch`; what would be written twice leaves `later`. Neither has a run."""
     batch.new_groups.update(later.new_groups)
     batch.groups.update(later.groups)
     batch.rollouts.update(later.rollouts)

@@ -30,9 +30,9 @@ class Waiter:
         self.request = request
         self.callers = 0
         self.granted: Lease | None = None
-        """Set when the core has made the lease, before its commit."""
+        """The lease, once it is made; the one writer has yet to commit it then."""
         self.decided = False
-        """How the wait ends is decided, and told after a commit."""
+        """How the wait ends is being decided, and told soon: the end of its time does not end it."""
         self._future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._undecided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -70,7 +70,7 @@ class Waiter:
 
 
 class Line:
-    """The waiters in order of arrival, and those granted but not yet committed."""
+    """The waiters in order of arrival, and those granted but not yet told."""
 
     def __init__(self) -> None:
         self._waiting: deque[Waiter] = deque()

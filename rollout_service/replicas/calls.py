@@ -1,4 +1,4 @@
-"""What every group of calls has: the store, the rules, what is known of the run, who is told."""
+"""What the calls of every resource have: the store, the rules, what is known of the run, who is told."""
 
 from __future__ import annotations
 

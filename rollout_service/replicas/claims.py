@@ -1,8 +1,8 @@
 """Claiming groups to work for, as slots are free.
 
-What always holds: a group is claimed, opened and given its version in one transaction, before anything of it is sent;
-no more are claimed than there are slots for, but for those that only have to be scored, which need none; what others
-left half done goes before what is new.
+What always holds: a group is claimed, opened and given its version in one transaction, before anything of it is sent,
+and worked for only when the run as that transaction saw it was taken into account; new groups are opened for free slots
+only, while what was opened before goes first, and what only has to be scored needs no slot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout_service.core.group import Group
 from rollout_service.core.model import GroupState
 from rollout_service.core.records import Batch
 from rollout_service.core.scheduler import Policy
-from rollout_service.core.shared import Claimed
+from rollout_service.core.shared import Claimed, SharedRun
 from rollout_service.errors import StoreUnavailable
 from rollout_service.orchestrator.parts import Observer
 from rollout_service.replicas import parts
@@ -42,12 +42,12 @@ PACE = "pace"
 class _Taken:
     adopted: Adopted
     happened: Happened
-    taken: int
-    """`SharedRun.taken` at the claim."""
+    run: SharedRun
+    """At the claim."""
 
 
 class Works(Protocol):
-    """Who works for claimed groups: what is asked of the resident here, and means there what it says."""
+    """Who works for claimed groups: what claims ask of the `Resident`, where each of these is explained."""
 
     replica_id: str
     away: bool
@@ -57,6 +57,8 @@ class Works(Protocol):
 
     @property
     def free(self) -> int: ...
+
+    async def follow(self, run: SharedRun) -> None: ...
 
     def deals_with(self, seqs: Collection[int]) -> bool: ...
 
@@ -72,7 +74,9 @@ class Claims:
         self._store, self._resident, self._policy, self._observer = store, resident, policy, observer
         self._wake = asyncio.Event()
         self._group_size = 1
-        """Rollouts of the smallest group claimed last, to lock no more groups than there are slots for."""
+        """Rollouts of the smallest group in the last claim, to lock no more groups than there are slots for."""
+        self._barren = False
+        """The last claim for free slots found nothing, and nobody has said since that there is something."""
         self._doubtful = False
         """A claim may have been committed and is not worked for."""
         self._due = 0.0
@@ -89,8 +93,14 @@ class Claims:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def look(self) -> None:
-        """There may be slots, or groups."""
+        """There may be groups to claim."""
+        self._barren = False
         self._wake.set()
+
+    def slots_are_free(self) -> None:
+        """As `look`, unless it is known that there is nothing: every completion frees a slot."""
+        if not self._barren:
+            self._wake.set()
 
     async def _work(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -100,7 +110,8 @@ class Claims:
                     await self._wake.wait()
             self._wake.clear()
             if clock() >= self._due:
-                self._doubtful, self._due = True, clock() + AGAIN_S  # a signal may have been lost, and whatever else
+                # a signal may have been lost, a claim left unseen, a scoring group be nobody's
+                self._doubtful, self._due = True, clock() + AGAIN_S
             try:
                 while await self.claim(self._resident.free):
                     pass
@@ -112,7 +123,7 @@ class Claims:
                 await asyncio.sleep(AGAIN_S)
 
     async def claim_one(self) -> int:
-        """Claim a group though there is no slot for it, to fail it. Raises StoreUnavailable."""
+        """Claim a group though there is no slot for it, to fail it; how many. Raises StoreUnavailable."""
         return await self.claim(1)
 
     async def claim(self, rows: int) -> int:
@@ -130,19 +141,21 @@ class Claims:
         replica_id = resident.replica_id
 
         take = partial(self._take, replica_id, rows, self._doubtful)
-        self._doubtful = True
+        self._doubtful, self._barren = True, rows > 0  # a `look` that comes meanwhile makes it fertile again
         exclusive = PACE if self._policy.pace_bound is not None else None
         taken = await self._store.transact(take, exclusive=exclusive)
         if taken is None:
             self._doubtful = False
             return 0
+        self._barren = False
         self._group_size = min((len(group.rows) for group in taken.adopted.groups), default=1)
         taken.happened.tell(self._observer)
+        await resident.follow(taken.run)  # or it would be taken for what was worked for before a reset
         if resident.deals_with(taken.adopted.claims.keys()):
             await resident.settled()  # what we still have of it is of an earlier claim, and must be over first
         if resident.replica_id != replica_id or resident.away:
             return 0  # it left and came back as another meanwhile; the claims were given back with the old one
-        if resident.taken > taken.taken:
+        if resident.taken > taken.run.taken:
             return 0  # some may be somebody else's by now: the next look finds those that are still ours
         resident.adopt(taken.adopted)
         self._doubtful = False
@@ -171,7 +184,7 @@ class Claims:
         if missing:
             raise StoreUnavailable(f"the prompts of {', '.join(missing)} are gone")
         adopted = Adopted(groups=mine, claims=claims, prompts=prompts)
-        return _Taken(adopted=adopted, happened=happened, taken=tx.run.taken)
+        return _Taken(adopted=adopted, happened=happened, run=tx.run)
 
     async def _find_strays(self, tx: Transaction, replica_id: str) -> Sequence[Claimed]:
         """Groups claimed for us in a transaction whose end we did not see."""

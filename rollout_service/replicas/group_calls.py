@@ -59,6 +59,7 @@ class GroupCalls(Calls):
                 await parts.revise(tx, replace(tx.run, taken=tx.run.taken + 1))
             happened, _ = await parts.write(tx, core, self._policy)
             tx.signal(Signal.READY)
+            tx.signal(Signal.PENDING)  # there may be room to open another
             return happened, claimed.owner is not None
 
         happened, taken = await self._store.transact(work)

@@ -19,9 +19,9 @@ from rollout_service.store.shared import SharedStore, Signal
 log = structlog.get_logger(__name__)
 
 BEATS = 5
-"""Heartbeats in a lease: four may be lost."""
+"""Heartbeats in a lease: three in a row may be lost."""
 MARGIN = 0.2
-"""Of the lease, kept for aborting: engines are told and connections closed within seconds."""
+"""Of the lease, kept for aborting: engines are told at once; connections close while others may take over already."""
 LEAVE_S = 2.0
 """For giving the claims back at the end; else others take them when the heartbeat's time is over."""
 BACK_S = 1.0

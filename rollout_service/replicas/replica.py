@@ -45,6 +45,8 @@ EXPIRE_S = 0.5
 GIVE_BACK_S = 10.0
 """How long groups are kept without a healthy engine while other replicas have some: an engine's restart is longer, a
 hiccup shorter."""
+TURN_S = 2.0
+"""Between two replicas that find no engine anywhere: each fails a group, and the first may halt them all."""
 LOOK_S = 1.0
 """How long a look for people and for Prometheus may take; then they get the last one."""
 
@@ -168,7 +170,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
 
     def _turned(self) -> None:
         if self._resident.free > 0:
-            self._claims.look()
+            self._claims.slots_are_free()
 
     def _lost_store(self, why: str) -> None:
         self.heart.lost_store(why)
@@ -218,14 +220,20 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         here, others = self._engines.healthy_capacity() > 0, self._others_have_engines()
         stopped = run.halt is not None or run.run.paused or run.run.policy_version < self._policy.wait_for_version
         wanted = counts[GroupState.PENDING] > 0 or self._resident.core.wants_engine
-        if self._without.lasted(not here and others and bool(self._resident.claims), GIVE_BACK_S, self._steady()):
+        generating = any(group.state is GroupState.GENERATING for group in self._resident.core.groups.values())
+        if self._without.lasted(not here and others and generating, GIVE_BACK_S, self._steady()):
             self.heart.lost_store("no engine is healthy here, and other replicas have some")
-        if self._nowhere.lasted(
-            wanted and not stopped and not here and not others, self._rules.engine_wait_s, self._steady()
-        ):
+        # one after the other, so that the halt of the first is known to the next
+        patience = self._rules.engine_wait_s + self._rank() * TURN_S
+        if self._nowhere.lasted(wanted and not stopped and not here and not others, patience, self._steady()):
             if not self._resident.core.wants_engine:
                 await self._claims.claim_one()
             self._resident.give_up_waiting()
+
+    def _rank(self) -> int:
+        """How many living replicas come before this one, by their ids."""
+        overview, me = self.watch.overview, self._resident.replica_id
+        return sum(seen.expires_at > overview.now and seen.replica.replica_id < me for seen in overview.replicas)
 
     def _others_have_engines(self) -> bool:
         overview, me = self.watch.overview, self._resident.replica_id

@@ -1,9 +1,10 @@
 """The groups this replica has claimed, and the work for them.
 
 What always holds: only groups that the store says are this replica's, under the claim number known here, are settled by
-it; what was decided before the run changed (a new version, a pause, claims taken back) is not committed before that
-was taken into account; what a new version ends is aborted at once, because that version is committed; a group leaves
-when it is no longer generating or scoring, or is somebody else's.
+it; what was decided before a new version, a reset or a rewind is not committed before that was taken into account (a
+pause, a halt or claims taken back may pass a commit that is on its way, and bear it); what a new version ends is
+aborted at once, because that version is committed; a group leaves when it is no longer generating or scoring, or is
+somebody else's.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class _Commit:
     counted: list[Moved]
     """Moves in it that may count towards a halt."""
     tellings: Tellings
-    """Of its groups: what a lost one is not told is what was not committed."""
+    """Of its groups: void once they were lost and this is sure not to be committed for them."""
+    halt: Halt | None = None
+    """Made by its last try."""
     lost: set[int] = field(default_factory=set)
     """Groups lost since it was tried last: to be taken out of it before it is tried again."""
 
@@ -393,7 +396,7 @@ class Resident(Workshop):
         touched = seqs_of(batch)
         held = await tx.claims(touched)
         if not await tx.once(self.replica_id, commit.number):
-            return None
+            return commit.halt  # an earlier try made it, and its answer was lost
         if tx.run.revision != commit.revision:
             raise Changed(tx.run)
         lost = {seq for seq in touched if held.get(seq) != (self.replica_id, self.claims.get(seq))}
@@ -404,8 +407,9 @@ class Resident(Workshop):
         states = {group.state for group in batch.groups.values()}
         if states & {GroupState.READY, GroupState.STALE, GroupState.DROPPED, GroupState.FAILED}:
             tx.signal(Signal.READY)
-        if GroupState.PENDING in states:
-            tx.signal(Signal.PENDING)
+        if states & {GroupState.PENDING, GroupState.STALE, GroupState.DROPPED, GroupState.FAILED}:
+            tx.signal(Signal.PENDING)  # to be claimed, or room to open more
+        commit.halt = halt
         return halt
 
     def _on_failure(self, error: StoreUnavailable) -> None:

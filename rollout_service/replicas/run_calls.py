@@ -1,8 +1,8 @@
 """What concerns the run as a whole: policy versions, pause and resume (design 3.1.7, 3.2.3).
 
-What always holds: a version is in force for every replica from its commit on, because every decision is committed at
-the revision of the run it was made at; the call returns when the replicas that live have aborted what became stale, or
-after `OTHERS_S`.
+What always holds: a version is in force for every replica from its commit on, because it is alone with the run then,
+and what was decided at an older revision is not committed any more; the call returns when this replica has committed
+what became stale here and the others that live have done so, which it awaits for `OTHERS_S`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class RunCalls(Calls):
         )
 
     async def pause(self) -> None:
-        """No new engine request at any replica until `resume`, across restarts."""
+        """No new engine request at any replica until `resume`, across restarts. Raises StoreUnavailable."""
         await self._change(lambda run: replace(run, run=replace(run.run, paused=True)))
 
     async def resume(self) -> None:
-        """Clear a pause and a halt."""
+        """Clear a pause and a halt. Raises StoreUnavailable."""
         await self._change(lambda run: replace(run, run=replace(run.run, paused=False), halt=None, streak=Streak()))
 
     async def _change(self, change: Callable[[SharedRun], SharedRun]) -> None:

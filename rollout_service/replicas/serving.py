@@ -1,13 +1,14 @@
 """Lease calls that wait at this replica meet what is ready in the store.
 
 What always holds: a lease is made in one transaction that holds its groups and the policy version; callers here are
-served in order of arrival, and nobody is told `empty` before a look for them that began while they waited; a
-`request_id` makes one lease over all replicas.
+served in order of arrival, and nobody is told `empty` before a look for them that began while they waited, unless the
+service ends; a `request_id` makes one lease over all replicas.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -16,6 +17,7 @@ from functools import partial
 import structlog
 
 from rollout_service.core.group import Lease, LeaseState
+from rollout_service.core.model import GroupState
 from rollout_service.core.scheduler import Policy
 from rollout_service.errors import Conflict, Halted, RolloutServiceError, StoreUnavailable
 from rollout_service.orchestrator.lease_calls import check_same_request
@@ -31,6 +33,8 @@ log = structlog.get_logger(__name__)
 
 AGAIN_S = 1.0
 """Without being told."""
+TRIES, PAUSE_S = 8, 0.02
+"""Looks, and the longest pause between two, for groups that another replica's look holds at this moment."""
 END_S = 2.0
 """For a lease that is being made when the service ends."""
 
@@ -51,6 +55,8 @@ class Nothing(Enum):
     """The caller goes on waiting."""
     DUE = auto()
     """A lease is over whose groups could be given out once it is ended."""
+    TAKEN = auto()
+    """There are more groups than were found: others are just looking at them, and may leave them."""
 
 
 class Serving:
@@ -121,7 +127,7 @@ class Serving:
                 log.exception("serving_raised")
                 self.line.settle_all(StoreUnavailable(repr(error)))
 
-    async def _serve(self, waiter: Waiter) -> bool:
+    async def _serve(self, waiter: Waiter, tries: int = TRIES) -> bool:
         """Whether the wait of `waiter` is over."""
         waiter.decided = True  # whatever comes of this, its callers wait for it
         lease_id = self._new_id()
@@ -142,7 +148,10 @@ class Serving:
             log.exception("lease_raised")
             outcome = StoreUnavailable(repr(error))
         if outcome is Nothing.DUE and await self._expired():
-            return await self._serve(waiter)
+            return await self._serve(waiter, tries)
+        if outcome is Nothing.TAKEN and tries > 0:
+            await asyncio.sleep(random.uniform(0, PAUSE_S))  # noqa: S311 - parts those who took half each
+            return await self._serve(waiter, tries - 1)
         if isinstance(outcome, Nothing):
             waiter.take_back()
             return False
@@ -203,8 +212,11 @@ class Serving:
             end = end_of_wait(core)
             if end is not None:
                 return end
-            return Nothing.DUE if await tx.leases_due(1) else Nothing.YET
+            if await tx.leases_due(1):
+                return Nothing.DUE
+            return Nothing.TAKEN if len(ready) < tx.whole.counts[GroupState.READY] else Nothing.YET
         happened, _ = await parts.write(tx, core, policy)
+        tx.signal(Signal.PENDING)  # what is leased makes room to open more
         return Made(lease=lease, happened=happened)
 
 

@@ -71,12 +71,10 @@ class Watch:
 
     async def look(self) -> Overview:
         """Raises StoreUnavailable."""
-        self.seen(await self._store.overview())
-        return self.overview
-
-    def seen(self, overview: Overview) -> None:
-        """`overview` is the newest look."""
-        self._overview = overview
+        found = await self._store.overview()
+        if self._overview is None or found.now >= self._overview.now:  # answers may overtake each other
+            self._overview = found
+        return found
 
     async def enforce(self, run: SharedRun) -> None:
         """Take `run` into account, and say so when its consequences are out. Raises StoreUnavailable."""

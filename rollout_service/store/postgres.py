@@ -86,8 +86,8 @@ class Turns:
 class PostgresStore:
     """A `Store` and `SharedStore` in the database of `url` (libpq's form; what is missing comes from PG… variables).
 
-    `pool_size`: transactions at the same time. `statement_timeout_s`: the longest a statement, a wait for a lock or a
-    pause within a transaction may take. Cancelling `commit` gives up the answer, not the commit.
+    `pool_size`: transactions at the same time. `statement_timeout_s`: the longest a statement or a wait for a lock may
+    take; a pause within a transaction half of it. Cancelling `commit` gives up the answer, not the commit.
     """
 
     def __init__(self, url: str, *, max_staleness: int, pool_size: int = 8, statement_timeout_s: float = 10.0) -> None:
@@ -205,8 +205,9 @@ class PostgresStore:
             if not await connection.fetchval(sql.TRY_NAME, name):
                 return None, set()
             run, whole, _ = await read.run(connection)
+            await connection.execute(sql.PREPARING)
             prepared = await prepare(run, whole)
-            await connection.execute(sql.SHARE_RUN)
+            await connection.execute(f"{self._open().pause_limit}; {sql.SHARE_RUN}")
             return await self._transacted(connection, partial(work, prepared))
 
         result, signals = await self._kept(

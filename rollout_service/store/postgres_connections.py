@@ -54,15 +54,14 @@ class Connections:
         self._pool_size = pool_size
         self._statement_timeout_s = statement_timeout_s
         milliseconds = max(1, round(1000 * statement_timeout_s))
-        self._limits = "; ".join(
-            f"SET LOCAL {setting} = {value}"
-            for setting, value in (
-                ("statement_timeout", milliseconds),
-                ("lock_timeout", milliseconds),
-                ("idle_in_transaction_session_timeout", max(1, milliseconds // 2)),
-                ("tcp_user_timeout", milliseconds),  # a client that takes no answer holds its locks no longer either
-            )
+        self.pause_limit = f"SET LOCAL idle_in_transaction_session_timeout = {max(1, milliseconds // 2)}"
+        """The longest pause within a transaction, for one that had another."""
+        limits = (
+            ("statement_timeout", milliseconds),
+            ("lock_timeout", milliseconds),
+            ("tcp_user_timeout", milliseconds),  # a client that takes no answer holds its locks no longer either
         )
+        self._limits = "; ".join((self.pause_limit, *(f"SET LOCAL {setting} = {value}" for setting, value in limits)))
         self._sync = ""
         self._pools: tuple[Pool, Pool] | None = None
         """For transactions; of one connection, reserved."""

@@ -2,8 +2,8 @@
 
 What always holds: many rows are read and written by one statement; nothing that reads standings touches a payload;
 state conditions of indexed reads are literal, because a partial index is used only where its condition is seen. A
-statement that locks rows and may wait for them reads nothing that changes: it would be older than the lock. Columns are
-named one by one, so that those of a newer schema are no trouble.
+statement that locks rows and may wait for them reads nothing else that changes: it would be older than the lock.
+Columns are named one by one, so that those of a newer schema are no trouble.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ SHARE_RUN: Final = "SELECT pg_advisory_xact_lock_shared(hashtext('rollout-servic
 LOCK_RUN: Final = "SELECT pg_advisory_xact_lock(hashtext('rollout-service run'), hashtext(current_schema()))"
 
 LOCK_NAME: Final = "SELECT pg_advisory_xact_lock(hashtext('rollout-service: ' || $1::text), hashtext(current_schema()))"
+
+# Nobody waits for a lock that is tried, so its owner may take longer than other transactions: for a slow disk.
+PREPARING: Final = "SET LOCAL idle_in_transaction_session_timeout = '60s'"
 
 TRY_NAME: Final = """
 SELECT pg_try_advisory_xact_lock(hashtext('rollout-service: ' || $1::text), hashtext(current_schema()))
@@ -303,10 +306,9 @@ DELETE_KEPT_PROMPTS: Final = """
 DELETE FROM prompts AS p
 WHERE (SELECT g.end_number FROM groups AS g WHERE g.seq = p.seq)
         <= (SELECT coalesce(min(ends), 9223372036854775807) FROM checkpoints)
-    AND NOT EXISTS (
-        SELECT 1 FROM lease_groups AS m JOIN leases AS l ON l.lease_id = m.lease_id
-        WHERE m.seq = p.seq AND l.state = 'live'
-    )
+    AND p.seq <> ALL(ARRAY(
+        SELECT m.seq FROM leases AS l JOIN lease_groups AS m ON m.lease_id = l.lease_id WHERE l.state = 'live'
+    ))
 """
 
 # --- leases
@@ -418,6 +420,7 @@ FIND_PACED: Final = """
 SELECT g.seq
 FROM leases AS l JOIN lease_groups AS m ON m.lease_id = l.lease_id JOIN groups AS g ON g.seq = m.seq
 WHERE l.policy_version = (SELECT policy_version FROM run WHERE id = 1)
+    AND ($1::boolean OR l.state = 'live')
     AND (g.lease_id = l.lease_id OR ($1::boolean AND g.acked_by = l.lease_id))
 """
 

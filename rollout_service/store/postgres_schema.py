@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 _WORKS_WITH: Final = re.compile(r"-- works with: ([0-9]+)\n")
 
-_OURS: Final = ("run", "groups", "prompts", "rollouts", "scores", "leases", "lease_groups", "checkpoints", "tallies")
+_OURS: Final = (
+    "run", "groups", "prompts", "rollouts", "scores", "leases", "lease_groups", "checkpoints", "tallies", "replicas",
+    "batches",
+)  # fmt: skip
 """Tables whose names would be taken where another program uses the schema."""
 
 _MIGRATIONS: Final = "schema_migrations"

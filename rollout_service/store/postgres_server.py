@@ -35,7 +35,7 @@ DATABASE_ERRORS: Final = (
 """Whatever a connection may raise. Other OSErrors are of files: whoever works on a connection may read one."""
 
 CONNECT_S: Final = 5.0
-"""For one host: several tries of a lost packet, and less than a replica's claims live."""
+"""For one host: several tries of a lost packet, and less than a replica's claims usually live."""
 
 ANSWER_S: Final = 2.0
 """How much later than the server's own timeout a statement is given up here: only a server that hangs, or a network

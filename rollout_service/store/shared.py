@@ -5,8 +5,9 @@ raised StoreUnavailable while its commit was on the way, when it may have; times
 by at most one replica; counters are changed by the same transaction as the groups they count.
 
 Locks are taken in this order, so that transactions wait for each other and hardly ever in a circle: the run (shared
-with other transactions, or `alone`), a lease, groups by rising number, the run's row (`hold_run`), then what is
-written. A circle all the same is found by the database, and one of the transactions begins again.
+with other transactions, or `alone`; before it a name that excludes), a lease, groups by rising number (those taken by
+passing over what is locked come in their own order, and nobody waits for them), the run's row (`hold_run`), then what
+is written. A circle all the same is found by the database, and one of the transactions begins again.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ class SharedStore(Store, Protocol):
     ) -> T | None:
         """As `transact` with `exclusive`, but None at once where somebody else is in it. `work` returns no None.
 
-        `prepare` runs first, alone under the name but before the run is locked, so that it may take a moment: what it
-        is given may have changed when `work` gets what it made.
+        `prepare` runs first, alone under the name but before the run is locked, so that it may take a while (a minute
+        at most, or StoreUnavailable): what it is given may have changed when `work` gets what it made.
         """
 
     async def overview(self) -> Overview:

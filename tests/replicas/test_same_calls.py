@@ -91,7 +91,7 @@ class ReplicaHarness(Harness):
         look = door.status
 
         def status() -> Any:
-            door.watch.seen(now(handle.overview()))
+            now(door.watch.look())
             return look()
 
         door.status = status  # type: ignore[method-assign]  # tests look at every pass of the loop; it is a poll old

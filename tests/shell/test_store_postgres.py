@@ -321,3 +321,23 @@ async def test_after_a_gap_in_notifications_everything_counts_as_signalled(store
     await connection.close()
     await asyncio.wait_for(everything.wait(), WAIT_S)
     await store.commit(submitted(1))
+
+
+async def test_reading_may_take_longer_than_a_pause_within_a_transaction(url: str) -> None:
+    """A pause is broken off after half of the timeout; then the limit is what it was."""
+    store = PostgresStore(url, max_staleness=MAX_STALENESS, statement_timeout_s=1.0)
+    await store.open()
+
+    async def prepare(*_: object) -> str:
+        await asyncio.sleep(0.8)  # the pause itself
+        return "read"
+
+    async def work(prepared: str, tx: Transaction) -> tuple[str, str]:
+        assert isinstance(tx, PostgresTransaction)
+        query = "SELECT current_setting('idle_in_transaction_session_timeout')"
+        return prepared, await tx._connection.fetchval(query)
+
+    try:
+        assert await store.try_exclusively("prompts", prepare, work) == ("read", "500ms")
+    finally:
+        await store.close()
