@@ -24,8 +24,9 @@ class Calls:
         self._store, self._rules, self._policy, self._observer = store, rules, rules.policy, observer
         self._resident = resident
         self._closing = False
-        self._unwanted: set[str] = set()
-        """Leases to be given back when the store answers."""
+        self._unwanted: dict[str, float] = {}
+        """Leases to be given back when the store answers -> time of the event loop from which one that is not there was
+        never made."""
         self._giving: asyncio.Task[None] | None = None
 
     @property

@@ -29,6 +29,9 @@ log = structlog.get_logger(__name__)
 
 DUE_AT_ONCE = 64
 """Leases ended in one transaction."""
+NEVER_MADE_S = 15.0
+"""How long a commit whose answer was lost may still be on its way in the database: longer than a statement's usual
+limit."""
 AGAIN_S = 1.0
 
 
@@ -95,29 +98,31 @@ class LeaseCalls(Calls):
 
     async def abandon(self, lease: Lease) -> None:
         """The answer with `lease` did not reach its caller: without a `request_id` nobody could fetch it again."""
-        if lease.request_id is None and not await self._gave_back(lease.lease_id):
+        if lease.request_id is None and not await self._gave_back(lease.lease_id, made=True):
             self._give_back(lease.lease_id)
 
     def _give_back(self, lease_id: str) -> None:
         """Release a lease nobody can have, if it was made, as soon as the store answers."""
-        self._unwanted.add(lease_id)
+        self._unwanted[lease_id] = asyncio.get_running_loop().time() + NEVER_MADE_S
         if self._giving is None or self._giving.done():
             self._giving = asyncio.create_task(self._give_all_back(), name="give-back")
 
     async def _give_all_back(self) -> None:
+        clock = asyncio.get_running_loop().time
         while self._unwanted:
-            lease_id = next(iter(self._unwanted))
-            if await self._gave_back(lease_id):
-                self._unwanted.discard(lease_id)
-            else:
+            for lease_id, sure_at in list(self._unwanted.items()):
+                if await self._gave_back(lease_id, made=clock() >= sure_at):
+                    self._unwanted.pop(lease_id, None)
+            if self._unwanted:
                 await asyncio.sleep(AGAIN_S)
 
-    async def _gave_back(self, lease_id: str) -> bool:
+    async def _gave_back(self, lease_id: str, *, made: bool) -> bool:
+        """Whether nobody has it any more. `made`: its making is over, so one that is not there will never be."""
         self._serving.fresh.pop(lease_id, None)
         try:
             await self.release(lease_id, None)
         except NotFound:
-            pass  # it was never made
+            return made
         except StoreUnavailable:
             return False
         return True

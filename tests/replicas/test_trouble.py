@@ -12,6 +12,7 @@ from rollout_service.core.group import GroupPolicy
 from rollout_service.core.model import GroupState, Scores
 from rollout_service.core.records import Batch
 from rollout_service.core.scheduler import Policy
+from rollout_service.errors import StoreUnavailable
 from rollout_service.orchestrator import LeaseRequest, LeaseStatus
 from rollout_service.replicas.replica import GIVE_BACK_S
 from rollout_service.store.shared import Transaction
@@ -116,6 +117,37 @@ async def test_a_lease_whose_answer_was_lost_goes_back():
         one.store.lost_answers = 1
         failed = await asyncio.gather(one.door.lease(ASK), return_exceptions=True)
         assert "StoreUnavailable" in repr(failed), failed
+        answer = await two.door.lease(ASK)
+        assert [payload.group.group_id for payload in answer.payloads] == ["g-1"]
+
+
+async def test_a_lease_that_was_still_being_made_when_its_answer_was_given_up_goes_back_too():
+    async with World(policy=FOUR, make_runner=at_once) as world:
+        one, two = await world.join(), await world.join()
+        two.engines.capacity = 0
+        await two.door.submit([submission("a")])
+        await until(lambda: any(m.after.state is S.READY for m in one.observer.moves), "ready")
+        await until(lambda: not one.door.resident.claims, "settled")
+        transact, going, land = one.store.transact, [], asyncio.Event()
+
+        async def late(work: Any, **how: Any) -> Any:
+            await land.wait()
+            return await transact(work, **how)
+
+        async def lost(work: Any, **how: Any) -> Any:
+            if going or getattr(work, "func", None) != one.door._serving._make:
+                return await transact(work, **how)
+            going.append(asyncio.create_task(late(work, **how)))
+            raise StoreUnavailable("the connection was lost during a commit; it may have taken effect")
+
+        released = counted(one.door, "release")
+        one.store.transact = lost
+        failed = await asyncio.gather(one.door.lease(ASK), return_exceptions=True)
+        assert "StoreUnavailable" in repr(failed), failed
+        await until(lambda: released() >= 1, "it was not there")
+        land.set()
+        await asyncio.gather(*going)
+        assert (await world.counts())[S.LEASED] == 1
         answer = await two.door.lease(ASK)
         assert [payload.group.group_id for payload in answer.payloads] == ["g-1"]
 
