@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 
 from rollout_service.core.model import GroupState
@@ -20,10 +29,19 @@ MAX_PROMPTS = 10_000
 MAX_LEASE_GROUPS = 1024
 MAX_PAGE = 1000
 
+
+def in_a_path(name: str) -> str:
+    """A name that stands in a path as one of its parts."""
+    if "/" in name or name in (".", ".."):
+        raise ValueError(f"expected a name without `/` that is not `.` or `..`, not {name!r}: it stands in a path")
+    return name
+
+
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]*$"
 PolicyVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 LeaseSeconds = Annotated[int, Field(ge=1, le=86_400)]
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
+MarkName = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE), AfterValidator(in_a_path)]
 Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=PRINTABLE)]
 GroupId = Annotated[str, Field(min_length=1, max_length=32, examples=["g-42"])]
 
@@ -136,7 +154,7 @@ class EngineBody(Request):
 class CheckpointBody(Request):
     """`POST /checkpoints` and `POST /rewind`."""
 
-    name: Name = Field(examples=["step-400"])
+    name: MarkName = Field(description="Without `/`: it stands in the path of its DELETE.", examples=["step-400"])
 
 
 def decimal(value: Any) -> Any:

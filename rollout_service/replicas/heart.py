@@ -24,6 +24,8 @@ MARGIN = 0.2
 """Of the lease, kept for aborting: engines are told at once; connections close while others may take over already."""
 LEAVE_S = 2.0
 """For giving the claims back at the end; else others take them when the heartbeat's time is over."""
+AGAIN_S = 0.3
+"""Between two beats while the store is away, so that little of the lease is lost when it is back."""
 BACK_S = 1.0
 """Between two tries to come back."""
 
@@ -107,7 +109,7 @@ class Heart:
         """Beat until the claims are lost."""
         said = False
         while not self._lost.is_set():
-            left = self._resident.until - asyncio.get_running_loop().time()
+            left, pause = self._resident.until - asyncio.get_running_loop().time(), self._lease_s / BEATS
             if left <= 0:
                 self.lost_store(f"the store could not be reached for {self._lease_s * (1 - MARGIN):g} s")
                 return
@@ -118,10 +120,10 @@ class Heart:
             except (StoreUnavailable, TimeoutError) as error:
                 if not said:
                     log.warning("heartbeat_failed", error=str(error), claims_end_in_s=round(left, 1))
-                said = True
+                said, pause = True, min(AGAIN_S, pause)
             left = self._resident.until - asyncio.get_running_loop().time()
             try:
-                async with asyncio.timeout(max(0.0, min(self._lease_s / BEATS, left))):
+                async with asyncio.timeout(max(0.0, min(pause, left))):
                     await self._lost.wait()
             except TimeoutError:
                 pass  # time for the next one

@@ -94,6 +94,8 @@ class _Commit:
     """Of its groups: void once they were lost and this is sure not to be committed for them."""
     halt: Halt | None = None
     """Made by its last try."""
+    said: bool = False
+    """That it waits."""
     lost: set[int] = field(default_factory=set)
     """Groups lost since it was tried last: to be taken out of it before it is tried again."""
 
@@ -360,7 +362,9 @@ class Resident(Workshop):
         except StoreUnavailable as error:
             if self.away or asyncio.get_running_loop().time() + AGAIN_S >= self.until:
                 raise
-            log.warning("commit_waits", error=str(error))
+            if not commit.said:
+                log.warning("commit_waits", error=str(error))
+            commit.said = True
             await asyncio.sleep(AGAIN_S)
             return False
 

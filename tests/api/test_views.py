@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.api.conftest import Service
 from tests.fakes import Runner, failed, finished, until
 
@@ -94,3 +96,12 @@ async def test_checkpoints_are_listed_returned_to_and_let_go():
         assert (await service.http.delete("/checkpoints/step-400")).status_code == 204
         assert (await service.http.get("/checkpoints")).json() == {"checkpoints": []}
         assert (await service.post("/rewind", {"name": "step-400"})).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["run/step-1", "/", ".", ".."])
+async def test_a_checkpoint_that_could_not_be_named_in_a_path_is_refused(name: str):
+    async with Service().in_process() as service:
+        answer = await service.post("/checkpoints", {"name": name})
+        assert answer.status_code == 422
+        assert "it stands in a path" in answer.text
+        assert (await service.http.get("/checkpoints")).json() == {"checkpoints": []}

@@ -137,6 +137,7 @@ class FarStore(SharedMemoryStore):
         try:
             result = await super().transact(work, alone=alone, exclusive=exclusive)
         except (Changed, Lost, StoreUnavailable) as error:
+            self._books.take()  # of a commit whose answer is lost: whoever comes next must not be held to it
             self._books.met[f"refused_as_{type(error).__name__.lower()}"] += 1
             if isinstance(error, Lost) or (isinstance(error, Changed) and error.run.taken > self.taken()):
                 self._books.met["late_commit"] += 1
