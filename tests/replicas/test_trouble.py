@@ -18,7 +18,7 @@ from rollout_service.replicas.replica import GIVE_BACK_S
 from rollout_service.store.shared import Transaction
 from tests.fakes import finished, submission, until
 from tests.replicas.test_replicas import at_once
-from tests.replicas.world import World
+from tests.replicas.world import Member, World
 
 S = GroupState
 ASK = LeaseRequest(max_groups=8, wait_s=5)
@@ -78,6 +78,18 @@ async def test_a_short_outage_costs_nothing():
         answer = await one.door.lease(ASK)
         assert len(answer.payloads[0].rollouts) == 4
         assert len(one.observer.settled) == 4
+
+
+async def test_a_heartbeat_that_failed_is_tried_again_sooner_than_the_next_is_due():
+    async with World(policy=FOUR, lease_s=25) as world:  # a beat every 5 s
+        one = await world.join()
+        beats = counted(one.store, "beat")
+        one.store.cut = True
+        await until(lambda: beats() >= 4, "tried again and again", within_s=12)  # not before 15 s, were they only due
+        one.store.cut = False
+        tried = beats()
+        await until(lambda: beats() > tried, "and once more")
+        assert one.door.status().store_ok
 
 
 async def test_a_commit_whose_answer_was_lost_is_made_once():
@@ -189,19 +201,23 @@ async def test_groups_that_fail_whole_halt_every_replica():
         assert two.door.resident.core.halt is None
 
 
+async def without_engines(world: World) -> tuple[Member, Member, Callable[[], int]]:
+    """One is at work and has no engine any more, two has some, and one knows; how often one has kept house since."""
+    one, two = await world.join(), await world.join()
+    two.engines.capacity = 0
+    await two.door.submit([submission("a")])
+    await until(lambda: len(one.runner.held) == 4, "at work")
+    one.engines.capacity, two.engines.capacity = 0, 10
+    await two.door.heart.beat()
+    await until(lambda: [seen.replica.healthy_engines for seen in one.door.watch.overview.replicas][1:] == [1], "known")
+    looked = counted(one.door, "expire")
+    await until(lambda: looked() >= 2, "housekeeping has seen it")
+    return one, two, looked
+
+
 async def test_a_replica_without_engines_leaves_its_groups_to_those_that_have_some():
     async with World(policy=FOUR) as world:
-        one, two = await world.join(), await world.join()
-        two.engines.capacity = 0
-        await two.door.submit([submission("a")])
-        await until(lambda: len(one.runner.held) == 4, "at work")
-        one.engines.capacity, two.engines.capacity = 0, 10
-        await two.door.heart.beat()
-        await until(
-            lambda: [seen.replica.healthy_engines for seen in one.door.watch.overview.replicas][1:] == [1], "known"
-        )
-        looked = counted(one.door, "expire")
-        await until(lambda: looked() >= 2, "housekeeping has seen it")
+        one, two, _ = await without_engines(world)
         world.clock.now += 9
         await two.door.heart.beat()
         await one.door.heart.beat()
@@ -216,17 +232,7 @@ async def test_a_replica_without_engines_leaves_its_groups_to_those_that_have_so
 @pytest.mark.parametrize("seconds", [86_400, -86_400])
 async def test_setting_the_clock_of_a_replica_makes_no_wait_shorter_or_longer(seconds: int):
     async with World(policy=FOUR) as world:
-        one, two = await world.join(), await world.join()
-        two.engines.capacity = 0
-        await two.door.submit([submission("a")])
-        await until(lambda: len(one.runner.held) == 4, "at work")
-        one.engines.capacity, two.engines.capacity = 0, 10
-        await two.door.heart.beat()
-        await until(
-            lambda: [seen.replica.healthy_engines for seen in one.door.watch.overview.replicas][1:] == [1], "known"
-        )
-        looked = counted(one.door, "expire")
-        await until(lambda: looked() >= 2, "housekeeping has seen it")
+        one, two, looked = await without_engines(world)
         world.wall.now += seconds
         await until(lambda: looked() >= 4, "and the new time")
         assert not one.runner.cancelled

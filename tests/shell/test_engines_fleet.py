@@ -374,7 +374,7 @@ async def test_a_prompt_that_brings_down_every_engine_it_meets_does_not_go_round
         engine.script, engine.health = crash, health
         failed = await failure(fleet)
     assert (failed.reason, failed.attempts) == (FailureReason.CONNECTION, 1)
-    assert 3 < len(engine.asked) < 30  # fewer than it may where a probe found no answer in its time
+    assert 10 < len(engine.asked) < 30
 
 
 async def test_without_a_healthy_engine_a_generation_waits_engine_wait_and_then_fails_naming_the_engine() -> None:

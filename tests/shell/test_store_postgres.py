@@ -134,7 +134,7 @@ async def test_a_lease_and_its_ack_take_few_round_trips(url: str) -> None:
         tx.signal(Signal.RUN)
 
     for first in (1, 21):  # the first time a connection learns the statements
-        await store.transact(lambda tx, first=first: tx.write(scored(*range(first, first + 8))))  # type: ignore[misc]
+        await store.transact(lambda tx, first=first: tx.write(scored(*range(first, first + 8))))  # type: ignore[misc]  # a default
         made = lease(f"lease-{first}", *range(first, first + 8))
         trips = []
         for asking in (

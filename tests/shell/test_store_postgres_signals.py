@@ -45,7 +45,7 @@ async def test_notifications_reach_others_and_ones_own_watcher_once_and_at_once(
         assert there.pushes
         here.notify_soon("ready")
         assert own.payloads == []  # not within the call
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # but in the loop's next turn
         assert own.payloads == ["ready"]
         await other.until("ready")
         there.notify_soon("it's \\ 'odd'; ü")
@@ -78,7 +78,7 @@ async def test_what_was_to_be_told_is_told_before_closing(url: str) -> None:
         other = Heard(there)
         async with opened(url) as here:
             here.notify_soon("leaving")
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # it is asked for in the loop's next turn
             here.notify_soon("ready")
         await other.until("leaving", "ready")
 

@@ -359,7 +359,7 @@ class ReplicaWorld:
                 request_id=f"q{next(self.ids)}" if self.random.random() < 0.5 else None,
             )
             try:
-                answer = await self.anywhere(lambda door, request=request: door.lease(request))  # type: ignore[misc]
+                answer = await self.anywhere(lambda door, request=request: door.lease(request))  # type: ignore[misc]  # a default
             except Halted:
                 await self.anywhere(lambda door: door.resume())
                 continue
@@ -376,7 +376,7 @@ class ReplicaWorld:
             await self.take(answer)
             if request.request_id is not None and self.random.random() < 0.3:  # as one that lost the answer
                 with contextlib.suppress(Conflict, Halted):
-                    again = await self.anywhere(lambda door, request=request: door.lease(request))  # type: ignore[misc]
+                    again = await self.anywhere(lambda door, request=request: door.lease(request))  # type: ignore[misc]  # a default
                     self.met["asked_again"] += 1
                     self.check_content(again)
 
