@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
+from tests.listening import end
 from trainer_client import AsyncRolloutClient, Lease, RolloutClient
 
 
@@ -159,7 +160,7 @@ class ScriptedService:
                 if connection.transport is not None:
                     connection.transport.abort()
             await asyncio.sleep(0)
-        await runner.cleanup()
+        await end(runner)
 
     # what tests wait for and change while it runs
 

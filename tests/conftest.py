@@ -12,11 +12,13 @@ import asyncio
 import gc
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.certificates import trust_one
+from tests.listening import OrderlyLoop
 
 gc.disable()  # until everything is imported, which makes no garbage worth looking for
 asyncio.set_event_loop(None)
@@ -28,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="certificates-")
     config.add_cleanup(folder.cleanup)
     trust_one(Path(folder.name) / "one.pem")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-asyncio; an older one runs these tests on the standard loop
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"asyncio": OrderlyLoop}
 
 
 def pytest_collection_finish() -> None:

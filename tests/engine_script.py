@@ -16,6 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.listening import hear_no_more
+
 MODEL = "tiny"
 WEIGHT_ROUTES = {
     "/weight_info", "/pause", "/resume", "/collective_rpc", "/update_weight_version",
@@ -125,22 +127,14 @@ class ScriptedEngine:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0, keepalive_timeout=self.keepalive_s
         )
         await self._runner.setup()
-        self._listener = socket.create_server(("127.0.0.1", self.port))
-        site = web.SockSite(self._runner, self._listener)
-        await site.start()
+        await web.SockSite(self._runner, socket.create_server(("127.0.0.1", self.port))).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         """Die: every connection is cut."""
         runner, self._runner = self._runner, None
         if runner is not None:
-            loop = asyncio.get_running_loop()
-            if isinstance(loop, asyncio.SelectorEventLoop):
-                # Accepting ends some turns before the server does: this loop, unlike uvloop, fails on a connection it
-                # is accepting meanwhile.
-                loop.remove_reader(self._listener)
-                for _ in range(3):
-                    await asyncio.sleep(0)
+            await hear_no_more(runner)
             for connection in list(runner.server.connections if runner.server else ()):
                 if connection.transport is not None:
                     connection.transport.abort()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+from tests.listening import Listener, cut
 
 PIECE = 1 << 16
 
@@ -42,36 +43,26 @@ class Proxy:
         self.faults = faults
         self.counts: Counter[str] = Counter()
         self._host, self._port, self._rng = parts.hostname, parts.port, rng
-        self._connections: set[asyncio.Task[None]] = set()
+        self._listener = Listener(self._accepted)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return f"http://{self._listener.address}"
 
     async def __aenter__(self) -> Proxy:
-        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
+        await self._listener.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-        await self._server.wait_closed()
+        await self._listener.stop()
+
+    def cut_all(self) -> None:
+        """End every connection, on both sides."""
+        self._listener.cut_all()
 
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
         self.counts["connections"] += 1
-        try:
-            await self._connected(reader, writer)
-        except (OSError, asyncio.CancelledError):
-            pass  # the target is away, one side is gone, or the proxy ends: so does this connection
-        finally:
-            writer.transport.abort()
-            self._connections.discard(task)
-            await _closed(writer)
+        await self._connected(reader, writer)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, to_target = await asyncio.open_connection(self._host, self._port)
@@ -87,7 +78,7 @@ class Proxy:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            await _closed(to_target)
+            await cut(to_target)
 
     async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(PIECE):
@@ -118,9 +109,3 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while piece := await reader.read(PIECE):
         writer.write(piece)
         await writer.drain()
-
-
-async def _closed(writer: asyncio.StreamWriter) -> None:
-    writer.transport.abort()
-    with suppress(OSError, asyncio.CancelledError):
-        await writer.wait_closed()

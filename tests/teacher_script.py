@@ -14,6 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.listening import end
+
 MODEL = "big"
 OWN = -7.5
 LIKELY = -0.25
@@ -89,7 +91,7 @@ class ScriptedTeacher:
             for connection in list(runner.server.connections if runner.server else ()):
                 if connection.transport is not None:
                     connection.transport.abort()
-            await runner.cleanup()
+            await end(runner)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(self.models, status=self.models_status)

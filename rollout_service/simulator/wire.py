@@ -169,6 +169,8 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self.idle_since = self._listener.now()
         self._listener.connections.add(self)
+        if self._listener.closing:  # accepted before it stopped, made after
+            self.abort()
 
     def connection_lost(self, problem: Exception | None) -> None:
         self._transport = None

@@ -21,6 +21,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.listening import end
 from tests.service import free_port
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "haproxy.cfg"
@@ -62,7 +63,7 @@ class Replica:
     async def stop(self) -> None:
         """Refuses connections from now on; does nothing where it does already."""
         if self._runner is not None:
-            await self._runner.cleanup()
+            await end(self._runner)
             self._runner = None
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:

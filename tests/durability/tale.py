@@ -19,6 +19,7 @@ from aiohttp import web
 from rollout_service.simulator import Simulator, SimulatorSettings
 from tests.durability.history import Attempt, History
 from tests.durability.trainer import Habits, Trainer
+from tests.listening import end
 from tests.service import TERMINAL
 from tests.tcp_proxy import Faults
 
@@ -212,4 +213,4 @@ async def judge(host: str = "127.0.0.1") -> AsyncIterator[str]:
         await site.start()
         yield f"http://{host}:{runner.addresses[0][1]}/score"
     finally:
-        await runner.cleanup()
+        await end(runner)

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from tests.faults.conftest import REWARDS
 from tests.faults.scripted import Engine
+from tests.listening import listening
 from tests.service import free_port, tables, to_toml
 from tests.warm import arun
 
@@ -82,8 +83,8 @@ async def test_what_answers_at_an_engines_address_but_is_none_is_refused(tmp_pat
         await reader.read()
         writer.close()
 
-    async with await asyncio.start_server(shout, "127.0.0.1", 0) as other:
-        url = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+    async with listening(shout) as address:
+        url = f"http://{address}"
         assert url in await refused(tmp_path, url)
 
 

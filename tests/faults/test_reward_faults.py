@@ -14,6 +14,7 @@ from aiohttp import web
 
 from tests.faults.conftest import MakeService
 from tests.faults.scripted import Act, Engine, Rule, says
+from tests.listening import end
 from tests.service import prompt
 
 NO_HALT = {"halt_after_unproductive_groups": 0}
@@ -186,7 +187,7 @@ async def test_a_judge_over_http_that_fails_scores_nobody_and_null_is_unscored(
         await live.wait_state(nan, "dropped")
         (group,) = await live.collect(1)
     finally:
-        await runner.cleanup()
+        await end(runner)
     assert [sample["reward"] for sample in group["samples"]] == [None, 1.0, 2.5, 1.0]
     assert await live.metric("rollout_reward_errors_total", 'reward="judge"') == 2
     (call,) = [fields for fields in asked if fields["kind"] == ["well"] * 4]

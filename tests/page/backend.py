@@ -17,6 +17,7 @@ from aiohttp import web
 
 import rollout_service.api
 from rollout_service.api.pages import CONTENT_SECURITY_POLICY, MEDIA_TYPES
+from tests.listening import end
 
 FOLDER = Path(rollout_service.api.__file__).parent / "page"
 STATES = ("pending", "generating", "scoring", "ready", "leased", "acked", "stale", "dropped", "failed")
@@ -209,7 +210,7 @@ class Backend:
             for connection in list(runner.server.connections if runner.server else ()):
                 if connection.transport is not None:
                     connection.transport.abort()
-            await runner.cleanup()
+            await end(runner)
 
     async def push(self, **changes: Any) -> None:
         """Every stream gets the view with these members in place of its own."""

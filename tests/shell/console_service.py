@@ -12,6 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.listening import end
+
 STATES = ("pending", "generating", "scoring", "ready", "leased", "acked", "stale", "dropped", "failed")
 
 
@@ -142,7 +144,7 @@ class ConsoleService:
             for connection in list(runner.server.connections if runner.server else ()):
                 if connection.transport is not None:
                     connection.transport.abort()
-            await runner.cleanup()
+            await end(runner)
 
     def show(self, new: dict[str, Any]) -> None:
         """Tell everybody who follows `/events`."""

@@ -21,6 +21,7 @@ from rollout_service.engines import EngineSpec, Fleet, FleetSettings, Generation
 from rollout_service.errors import ConfigError
 from tests.engine_fleets import ClosableGate, Counted, OpenGate, ask, fleet_of, generate, until
 from tests.engine_script import Asked, Reply, ScriptedEngine, hold
+from tests.listening import listening
 
 
 def error(status: int, message: str, param: str | None = None, **headers: str) -> Reply:
@@ -450,9 +451,8 @@ async def test_an_address_that_speaks_no_http_is_refused_at_the_start() -> None:
         writer.write(b"-ERR unknown command 'GET'\r\n\r\n")
         writer.close()
 
-    server = await asyncio.start_server(greet, "127.0.0.1", 0)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listening(greet) as address:
+        url = f"http://{address}"
         with pytest.raises(ConfigError, match="no OpenAI-compatible server") as caught:
             async with fleet_of(url):
                 pass
@@ -477,8 +477,7 @@ async def test_one_whose_connections_break_at_the_start_is_down_and_no_mistake_o
         writer.write(answer)
         writer.close()
 
-    server = await asyncio.start_server(break_off, "127.0.0.1", 0)
-    async with server, fleet_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as fleet:
+    async with listening(break_off) as address, fleet_of(f"http://{address}") as fleet:
         (engine,) = fleet.describe()
         assert not engine["healthy"]
 

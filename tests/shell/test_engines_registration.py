@@ -26,6 +26,7 @@ from rollout_service.errors import (
 from rollout_service.settings.registration import Pattern, RegistrationSettings, allowed_url, read_pattern
 from tests.engine_fleets import ClosableGate, Counted, ask, fleet_of, generate, until
 from tests.engine_script import Reply, ScriptedEngine, hold
+from tests.listening import listening
 
 LOOPBACK = (read_pattern("http://127.0.0.0/8:*"),)
 
@@ -523,9 +524,8 @@ async def test_an_engine_can_be_removed_before_its_first_contact_has_ended() -> 
             writer.close()
 
         await slow.stop()
-        server = await asyncio.start_server(never, "127.0.0.1", 0)
-        async with server:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with listening(never) as address:
+            url = f"http://{address}"
             adds = [asyncio.ensure_future(fleet.add_engine(url)) for _ in range(2)]
             await asked.wait()
             assert (await fleet.remove_engine("e1", drain_s=60))["id"] == "e1"

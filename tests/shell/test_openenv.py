@@ -395,12 +395,7 @@ async def test_a_connection_lost_while_the_policy_answers_fails_the_rollout(env:
                 await until(lambda: len(env.events("close")) == 1)
             return answer
 
-    class Cutting(Proxy):
-        def cut_all(self) -> None:
-            for connection in self._connections:
-                connection.cancel()
-
-    async with Cutting(env.url, random.Random(1), CALM) as proxy:
+    async with Proxy(env.url, random.Random(1), CALM) as proxy:
         rollout = await played(proxy.url, Slow())
     assert (rollout.reason, "was lost" in rollout.error) == (FailureReason.ENVIRONMENT, True)
     assert [event["event"] for event in env.events()] == ["made", "reset", "step", "stepped", "close"]

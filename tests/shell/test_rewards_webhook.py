@@ -15,6 +15,7 @@ from reward_samples import job
 from rollout_service.core.model import Scores
 from rollout_service.errors import ConfigError
 from rollout_service.rewards import RewardScorer, RewardSpec
+from tests.listening import end, listening
 
 
 class Judge:
@@ -46,7 +47,7 @@ async def judge() -> AsyncIterator[tuple[Judge, str]]:
     yield judge, f"http://{host}:{port}/score"
     if judge.hang is not None:
         judge.hang.set()
-    await runner.cleanup()
+    await end(runner)
 
 
 @pytest.fixture
@@ -168,10 +169,8 @@ async def test_a_broken_answer_is_an_error_and_not_a_crash(start: Start) -> None
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n" + json.dumps({"rewards": []}).encode())
         writer.close()
 
-    server = await asyncio.start_server(half, "127.0.0.1", 0)
-    async with server:
-        host, port = server.sockets[0].getsockname()
-        scorer = await start(f"http://{host}:{port}/score")
+    async with listening(half) as address:
+        scorer = await start(f"http://{address}/score")
         scores = await scorer.score(job("a", "b"))
     assert scores.errors["judge"].startswith("the webhook could not be asked: ")
 

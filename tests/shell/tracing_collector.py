@@ -8,6 +8,8 @@ from typing import Any
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from tests.listening import end
+
 
 class Collector:
     """Used as `async with Collector() as collector`; keeps the spans it was sent."""
@@ -37,7 +39,7 @@ class Collector:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
-        await self._runner.cleanup()
+        await end(self._runner)
 
     async def _take(self, request: web.Request) -> web.Response:
         body = await request.read()
