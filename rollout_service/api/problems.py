@@ -28,7 +28,10 @@ from rollout_service.errors import (
     StoreUnavailable,
     Unauthorized,
 )
+from rollout_service.settings.problems import dotted, wrong_with
 
+OBJECT = "an object"
+"""What a mapping is called in JSON."""
 MEDIA_TYPE = "application/problem+json"
 CLIENT_GONE = 499
 """The status proxies use in their logs for a caller that hung up; nobody reads this answer."""
@@ -87,14 +90,6 @@ def internal_error() -> Response:
     return problem(500, "internal", "Internal error", "a fault of the service; its log has the traceback")
 
 
-def field_path(location: tuple[int | str, ...]) -> str:
-    """("prompts", 0, "epoch") → `prompts[0].epoch`."""
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
 def install(app: FastAPI) -> None:
     """Make `app` answer every error with a problem document."""
     app.add_exception_handler(RolloutServiceError, _ours)
@@ -112,8 +107,8 @@ async def _invalid(_: Request, error: Exception) -> Response:
     """Query and path parameters; bodies are checked in body.py."""
     assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this type only
     first = error.errors()[0]
-    name = field_path(tuple(first["loc"])[1:]) or str(first["loc"][0])
-    return problem_of(InvalidField(f"{name}: {first['msg']}", field=name))
+    name = dotted(tuple(first["loc"])[1:]) or str(first["loc"][0])
+    return problem_of(InvalidField(f"{name}: {wrong_with(first, table=OBJECT)}", field=name))
 
 
 async def _http(request: Request, error: Exception) -> Response:

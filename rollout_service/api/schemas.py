@@ -5,6 +5,7 @@ Answers with tokens in them are written by wire.py; their models here are what O
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -22,6 +23,7 @@ from pydantic.json_schema import SkipJsonSchema
 from rollout_service.core.model import GroupState
 from rollout_service.prompts.rows import MAX_EPOCH, MAX_ID_CHARACTERS
 from rollout_service.settings import SamplingOverrides
+from rollout_service.settings.problems import NO_CONTROLS
 from rollout_service.settings.tables import MAX_GROUP_SIZE, MAX_VERSION, Inflight, inflight
 
 MAX_PROMPTS = 10_000
@@ -37,12 +39,11 @@ def in_a_path(name: str) -> str:
     return name
 
 
-PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]*$"
 PolicyVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 LeaseSeconds = Annotated[int, Field(ge=1, le=86_400)]
-Name = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE)]
-MarkName = Annotated[str, Field(min_length=1, max_length=256, pattern=PRINTABLE), AfterValidator(in_a_path)]
-Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=PRINTABLE)]
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=NO_CONTROLS)]
+MarkName = Annotated[str, Field(min_length=1, max_length=256, pattern=NO_CONTROLS), AfterValidator(in_a_path)]
+Path = Annotated[str, Field(min_length=1, max_length=4096, pattern=NO_CONTROLS)]
 GroupId = Annotated[str, Field(min_length=1, max_length=32, examples=["g-42"])]
 
 
@@ -157,9 +158,12 @@ class CheckpointBody(Request):
     name: MarkName = Field(description="Without `/`: it stands in the path of its DELETE.", examples=["step-400"])
 
 
+_DECIMAL = re.compile(r"-?[0-9]{1,40}")
+
+
 def decimal(value: Any) -> Any:
-    """Query parameters are text: plain digits are a number, everything else is refused."""
-    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10 else value
+    """Query parameters are text: plain digits are a number, below 0 too; everything else is refused."""
+    return int(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
 
 
 class GroupsQuery(BaseModel):

@@ -16,12 +16,14 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+TABLE = "a table"
+"""What a mapping is called in TOML; in JSON it is an object."""
 MAX_SHOWN = 80
 """Characters of a refused value that are shown."""
 
 _EXPECTED: Mapping[str, str] = {
     "bool_type": "expected true or false",
-    "dict_type": "expected a table",
+    "dict_type": "expected {table}",
     "finite_number": "expected a finite number",
     "float_type": "expected a number",
     "greater_than": "expected more than {gt}",
@@ -31,14 +33,18 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "expected at most {le}",
     "list_type": "expected a list",
     "literal_error": "expected {expected}",
-    "model_type": "expected a table",
-    "string_pattern_mismatch": "expected text that matches {pattern}",
+    "model_type": "expected {table}",
+    "string_pattern_mismatch": "expected {pattern}",
     "string_too_long": "expected at most {max_length} characters",
     "string_too_short": "expected text, not empty",
     "string_type": "expected text",
     "string_unicode": "expected valid Unicode",
     "too_long": "expected at most {max_length} items",
+    "too_short": "expected at least {min_length} items",
 }
+NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]*$"
+"""A pattern: text without control characters, and without those that turn the direction of what is shown after them."""
+_PATTERNS: Mapping[str, str] = {NO_CONTROLS: "text without control characters"}
 _CREDENTIALS = re.compile(r"//.*@", re.DOTALL)
 
 
@@ -73,10 +79,10 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, *, table: str = TABLE) -> str:
     """A refused value on one line, shortened, without the credentials of a URL; tables and lists by their kind only."""
     if isinstance(value, dict | list):
-        return "a table" if isinstance(value, dict) else "a list"
+        return table if isinstance(value, dict) else "a list"
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):  # a date of TOML, an integer too long to print: no JSON form
@@ -92,29 +98,34 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
-def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Everything `error` says about `model`, one problem a field, in the order it was found."""
+def problems_of(error: ValidationError, model: type[BaseModel], *, table: str = TABLE) -> list[Problem]:
+    """Everything `error` says about `model`, one problem a field, in the order it was found; `table`: what a mapping is
+    called."""
     problems: list[Problem] = []
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, FieldProblems):
             problems += [Problem(path=(*details["loc"], *path), what=what) for path, what in cause.found]
         else:
-            problems.append(Problem(path=details["loc"], what=_what(details, model)))
+            names = _names_at(details["loc"][:-1], model) if details["type"] == "extra_forbidden" else ()
+            problems.append(Problem(path=details["loc"], what=wrong_with(details, names, table=table)))
     return problems
 
 
-def _what(details: ErrorDetails, model: type[BaseModel]) -> str:
+def wrong_with(details: ErrorDetails, names: Iterable[str] = (), *, table: str = TABLE) -> str:
+    """What is wrong with one value; `names`: the keys that are known at its place."""
     kind, context = details["type"], details.get("ctx", {})
     if kind == "missing":
         return "is required"
     if kind == "extra_forbidden":
-        return "unknown key" + near(str(details["loc"][-1]), _names_at(details["loc"][:-1], model))
+        return "unknown key" + near(str(details["loc"][-1]), names)
     if kind == "value_error":
         return str(context["error"])
     expected = _EXPECTED.get(kind)
-    text = expected.format(**context) if expected else details["msg"].replace("Input should", "should", 1)
-    return f"{text}, got {shown(details['input'])}"
+    if kind == "string_pattern_mismatch":
+        context = {"pattern": _PATTERNS.get(context["pattern"], f"text that matches {context['pattern']}")}
+    words = expected.format(**context, table=table) if expected else details["msg"].replace("Input should", "should", 1)
+    return f"{words}, got {shown(details['input'], table=table)}"
 
 
 def near(name: str, names: Iterable[str]) -> str:

@@ -56,6 +56,23 @@ async def test_what_is_no_json_object_is_a_400(service: Service, content: bytes)
     assert service.door.version == 0
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (rb'{"version": "\ud800"}', r"\ud800 is half a character (byte 13)"),
+        (rb'{"version": ["\ud800"]}', r"\ud800 is half a character (byte 14)"),
+        (rb'{"version": "\\\uD83D\uDE00 \uDE00"}', r"\uDE00 is half a character (byte 28)"),
+        (rb'{"version": "\\ud800"', "Input data was truncated"),
+        (rb'{"version": "\ud83d\ude00"', "Input data was truncated"),
+        (b'{"version": "' + b"x" * (body.OFF_LOOP_BYTES - 19) + rb"\ud83d\ude00", "Input data was truncated"),
+        (b'{"version": "' + b"\\n" * 2**20, "Input data was truncated"),
+    ],
+)
+async def test_a_body_with_half_a_character_says_so(service: Service, content: bytes, why: str):
+    document = is_problem(await service.http.post("/policy_version", content=content), 400, "bad-request")
+    assert document["detail"] == f"the body is not JSON: {why}"
+
+
 @pytest.mark.parametrize("version", ["7", 7.0, 7.5, True, None, -1, 2**53, [7], {}])
 async def test_versions_are_integers_and_never_coerced(service: Service, version: Any):
     document = is_problem(await service.post("/policy_version", {"version": version}), 422, "invalid-field")
@@ -111,6 +128,29 @@ async def test_a_422_names_the_field_and_nothing_is_done(service: Service, path:
     assert named in document["detail"]
     assert service.door.version == 0
     assert service.door.status().counts.submitted == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "detail"),
+    [
+        ("/policy_version", {"version": -1}, "version: expected at least 0, got -1"),
+        ("/policy_version", {"version": "7"}, 'version: expected an integer, got "7"'),
+        ("/policy_version", {"version": {}}, "version: expected an integer, got an object"),
+        ("/policy_version", {"version": 1, "weights": "/w"}, 'weights: expected an object, got "/w"'),
+        ("/policy_version", {"version": 1, "weights": {}}, "weights.path: is required"),
+        ("/policy_version", {"version": 1, "rest": True}, "rest: unknown key; did you mean reset?"),
+        ("/leases", {"max_groups": 1, "consumer": ""}, 'consumer: expected text, not empty, got ""'),
+        (
+            "/leases",
+            {"max_groups": 1, "consumer": "a\nb"},
+            'consumer: expected text without control characters, got "a\\nb"',
+        ),
+        ("/leases", {"max_groups": 4, "min_groups": 5}, "min_groups: 5 is above max_groups, which is 4"),
+        ("/leases/x/ack", {"group_ids": []}, "group_ids: expected at least 1 items, got a list"),
+    ],
+)
+async def test_a_422_says_what_was_expected_and_what_was_there(service: Service, path: str, content: Any, detail: str):
+    assert is_problem(await service.post(path, content), 422, "invalid-field")["detail"] == detail
 
 
 async def test_ten_thousand_prompts_are_the_most_of_one_call(service: Service):

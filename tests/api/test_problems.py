@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from rollout_service.api.problems import problem_of
+from rollout_service.core.model import GroupState
 from rollout_service.errors import BodyTooLarge, QueueFull, StoreUnavailable
 from tests.api.conftest import Service, settings_with
 from tests.api.test_bodies import is_problem
@@ -43,26 +44,30 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_ones(service: Servic
     is_problem(await service.http.post("/status"), 405, "method-not-allowed")
 
 
+STATES = ", ".join(GroupState)
+
+
 @pytest.mark.parametrize(
-    ("query", "field"),
+    ("query", "field", "what"),
     [
-        ("limit=0", "limit"),
-        ("limit=1001", "limit"),
-        ("limit=7.0", "limit"),
-        ("limit=%207", "limit"),
-        ("limit=true", "limit"),
-        ("limit=-1", "limit"),
-        ("limit=99999999999999999999", "limit"),
-        ("after=7", "after"),
-        ("after=", "after"),
-        ("state=nope", "state"),
-        ("state=ready,nope", "state"),
-        ("sate=ready", "sate"),
+        ("limit=0", "limit", 'expected at least 1, got "0"'),
+        ("limit=1001", "limit", 'expected at most 1000, got "1001"'),
+        ("limit=7.0", "limit", 'expected an integer, got "7.0"'),
+        ("limit=%207", "limit", 'expected an integer, got " 7"'),
+        ("limit=true", "limit", 'expected an integer, got "true"'),
+        ("limit=-1", "limit", 'expected at least 1, got "-1"'),
+        ("limit=99999999999999999999", "limit", 'expected at most 1000, got "99999999999999999999"'),
+        ("after=7", "after", 'expected a group id such as "g-42"'),
+        ("after=", "after", 'expected a group id such as "g-42"'),
+        ("state=nope", "state", f"'nope' is none of {STATES}"),
+        ("state=ready,nope", "state", f"'nope' is none of {STATES}"),
+        ("state=ready&state=nope", "state", f"'nope' is none of {STATES}"),
+        ("sate=ready", "sate", "unknown key"),
     ],
 )
-async def test_query_parameters_are_exact(service: Service, query: str, field: str):
+async def test_query_parameters_are_exact(service: Service, query: str, field: str, what: str):
     document = is_problem(await service.http.get(f"/groups?{query}"), 422, "invalid-field")
-    assert document["field"] == field
+    assert (document["field"], document["detail"]) == (field, f"{field}: {what}")
 
 
 async def test_a_lower_version_is_a_409_and_changes_nothing(service: Service):
