@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 from fastapi import FastAPI
 
-from rollout_service.api import Access, Context, Viewers, build_api
+from rollout_service.api import Access, Context, EngineCalls, Viewers, build_api
 from rollout_service.collector import Collector
 from rollout_service.engines import CacheSalt, EngineSpec, Fleet, FleetSettings
 from rollout_service.errors import ConfigError
@@ -27,6 +27,7 @@ from rollout_service.observers import History, Observers, OutcomeLog
 from rollout_service.orchestrator import PolicyUpdates, RolloutRunner
 from rollout_service.orchestrator.parts import Observer
 from rollout_service.prompts import PromptFile, row_rules
+from rollout_service.replicas import ReplicaOrchestrator
 from rollout_service.rewards import RewardScorer, RewardSpec
 from rollout_service.rollouts import (
     Engines,
@@ -97,6 +98,8 @@ class Parts:
             observer=Observers(*observers),
             source=self.source,
         )
+        shared = self.orchestrator.shared_engines if isinstance(self.orchestrator, ReplicaOrchestrator) else None
+        self.engine_calls: EngineCalls = shared or self.fleet
         self.updates = PolicyUpdates(self.orchestrator, self.fleet, allowed_paths=settings.weights.allowed_paths)
         self.metrics.watch(self.orchestrator.status, self.fleet, self.threads.counts)
         self._background: list[asyncio.Task[None]] = []
@@ -199,6 +202,7 @@ def create_app(settings: Settings, parts: Parts) -> FastAPI:
         orchestrator=parts.orchestrator,
         updates=parts.updates,
         fleet=parts.fleet,
+        engine_calls=parts.engine_calls,
         metrics=parts.metrics,
         access=Access(parts.keys, allowed_hosts=settings.server.allowed_hosts, any_host=settings.server.insecure),
         history=parts.history,
@@ -332,6 +336,7 @@ def _fleet_settings(settings: Settings) -> FleetSettings:
         max_engines=max(settings.registration.max_engines, len(settings.engines)),
         discovery_interval_s=settings.discovery.interval_s,
         discovery_drain_s=settings.discovery.drain_s,
+        ids_by_address=settings.store.shared,
         added_api_key=os.environ.get(settings.registration.api_key_env, ""),
     )
 

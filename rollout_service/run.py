@@ -65,6 +65,7 @@ def make_orchestrator(
         engines=fleet,
         observer=observer,
         healths=lambda: engine_counts(fleet),
+        fleet=fleet,
         source=source,
         digest=digest,
     )

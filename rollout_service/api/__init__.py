@@ -2,7 +2,7 @@
 
 from rollout_service.api.access import Access
 from rollout_service.api.application import build_api
-from rollout_service.api.context import Context
+from rollout_service.api.context import Context, EngineCalls
 from rollout_service.api.viewers import Viewers
 
-__all__ = ["Access", "Context", "Viewers", "build_api"]
+__all__ = ["Access", "Context", "EngineCalls", "Viewers", "build_api"]

@@ -88,6 +88,10 @@ class Fleet(Protocol):
 
     def healthy_capacity(self) -> int: ...
 
+
+class EngineCalls(Protocol):
+    """How engines come and go."""
+
     async def add_engine(self, url: str, max_inflight: Inflight | None = None) -> tuple[dict[str, Any], bool]:
         """Its description, and whether it is new."""
 
@@ -124,6 +128,7 @@ class Context:
     orchestrator: Orchestrator
     updates: Updates
     fleet: Fleet
+    engine_calls: EngineCalls
     metrics: Metrics
     access: Access
     history: History

@@ -33,9 +33,10 @@ async def get_engines(ctx: Ctx) -> EnginesAnswer:
 async def post_engine(
     ctx: Ctx, response: Response, body: Annotated[EngineBody, Depends(JsonBody(EngineBody))]
 ) -> dict[str, Any]:
-    """Add an engine until the next restart; its description as in GET /engines. 409 where what answers is wrong for the
-    run; one that does not answer yet is added unhealthy, and used as soon as it answers."""
-    description, new = await ctx.fleet.add_engine(body.url, body.max_inflight)
+    """Add an engine until the next restart, with replicas to all of them until it is removed; its description as in
+    GET /engines. 409 where what answers is wrong for the run; one that does not answer yet is added unhealthy, and used
+    as soon as it answers."""
+    description, new = await ctx.engine_calls.add_engine(body.url, body.max_inflight)
     response.status_code = 201 if new else 200
     return description
 
@@ -43,5 +44,5 @@ async def post_engine(
 @routes.delete("/engines/{engine_id}", responses=declared(404, 422, 503))
 async def delete_engine(ctx: Ctx, engine_id: str, query: Annotated[RemoveEngineQuery, Query()]) -> dict[str, Any]:
     """Remove an engine: it gets no new work from now on, and the call is answered when nothing runs there any more.
-    One of the configuration comes back at the next start."""
-    return await ctx.fleet.remove_engine(engine_id, drain_s=query.drain_s)
+    One of the configuration comes back at the next start. With replicas it leaves all of them, and stays out."""
+    return await ctx.engine_calls.remove_engine(engine_id, drain_s=query.drain_s)

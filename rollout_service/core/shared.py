@@ -100,6 +100,22 @@ class SeenReplica:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineWish:
+    """What an operator asked for at one engine, of any replica: every replica follows it."""
+
+    url: str
+    """In the one spelling that all replicas know the engine by."""
+    wanted: bool
+    """It belongs to every fleet; False: to none, wherever else it is named."""
+    max_inflight: int | str | None = None
+    """Of each replica: a number, "auto", or None for what else is configured."""
+    drain_s: float = 0.0
+    """Of one that is not wanted: how long what runs there may go on."""
+    number: int = 0
+    """Given by the store: every wish of the run has another, and a later one a greater."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Overview:
     """One consistent look at the whole run."""
 

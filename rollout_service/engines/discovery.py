@@ -69,6 +69,8 @@ class _Place:
     source: Source
     listed: Mapping[Key, EngineSpec] = field(default_factory=dict)
     look: asyncio.Task[Sequence[EngineSpec]] | None = None
+    was_read: bool = False
+    """A look has succeeded."""
     failure: str | None = None
 
 
@@ -122,6 +124,10 @@ class Discovery:
         await asyncio.gather(*map(self._look_at, self._places))
         self._settle()
 
+    def lists(self, key: Key) -> bool:
+        """Whether a source lists the engine, by its last look that succeeded; True where one has had none yet."""
+        return any(key in place.listed or not place.was_read for place in self._places)
+
     def failing(self) -> dict[str, str]:
         """Source, as configured -> why its last look failed."""
         return {place.source.name: place.failure for place in self._places if place.failure is not None}
@@ -156,7 +162,7 @@ class Discovery:
         if place.failure is not None:
             log.info("engines_source_reads_again", source=place.source.name, engines=len(specs))
             place.failure = None
-        place.listed = {same_engine(spec.url): spec for spec in specs}
+        place.listed, place.was_read = {same_engine(spec.url): spec for spec in specs}, True
 
     def _failed(self, place: _Place, why: str, fault: Exception | None = None) -> None:
         if why != place.failure:

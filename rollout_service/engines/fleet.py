@@ -16,6 +16,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2s
 from typing import Any
 
 import structlog
@@ -40,6 +41,7 @@ from rollout_service.engines.vllm import EngineSpec, VllmEngine
 from rollout_service.engines.weights import FleetReports
 from rollout_service.errors import ConfigError
 from rollout_service.settings.registration import allowed_url
+from rollout_service.settings.urls import one_spelling, same_engine
 
 TEXT_TRIES = 3
 """Requests for the text of one prompt; rewards do without it afterwards."""
@@ -66,6 +68,11 @@ class Wish:
     def session(self) -> str:
         """Whose history an engine may have."""
         return self.rollout if self.many_turns else ""
+
+
+def id_by_address(url: str) -> str:
+    """The same for all spellings of one engine's URL, in every service."""
+    return f"e-{blake2s(one_spelling(url).encode(), digest_size=5).hexdigest()}"
 
 
 class _Waiter:
@@ -106,7 +113,12 @@ class Fleet:
         self._tracer = tracer
         self._policy = RetryPolicy(max_attempts=settings.max_attempts)
         self._ids = RequestIds()
-        self._members = Members(self._member, changed=self._changed, most=settings.max_engines)
+        self._members = Members(
+            self._member,
+            changed=self._changed,
+            most=settings.max_engines,
+            id_of=id_by_address if settings.ids_by_address else lambda _: None,
+        )
         self._discovery = Discovery(
             [source for source in sources.values() if source is not None],
             engines=self._members,
@@ -203,6 +215,11 @@ class Fleet:
         another engine, which counts as no attempt. Raises NotFound.
         """
         return (await self._members.remove(id, drain_s=drain_s)).describe()
+
+    def names(self, url: str) -> bool:
+        """Whether the configuration, or a list it names, has the engine; as far as is known."""
+        where = same_engine(url)
+        return any(same_engine(spec.url) == where for spec in self._specs) or self._discovery.lists(where)
 
     async def end_changes(self) -> None:
         """Add and remove no more, and answer those who wait for it: the service is ending."""

@@ -1,10 +1,10 @@
 """The engines of a fleet, and how they come and go while it works.
 
-What always holds: an id is never given twice; an address is one member, however many calls add it at the same time; an
-engine that answers and is wrong for the run is no member once its call has ended, and one that does not answer yet is
-one, unhealthy, and watched; a call that was begun is carried to its end even if its caller hangs up. A member that is
-leaving gets no work from the moment of the call; it is gone when nothing runs there any more: what does is given
-`drain_s`, and is then aborted and goes elsewhere.
+What always holds: an id is never given to two addresses, and a number never twice; an address is one member, however
+many calls add it at the same time; an engine that answers and is wrong for the run is no member once its call has
+ended, and one that does not answer yet is one, unhealthy, and watched; a call that was begun is carried to its end even
+if its caller hangs up. A member that is leaving gets no work from the moment of the call; it is gone when nothing runs
+there any more: what does is given `drain_s`, and is then aborted and goes elsewhere.
 """
 
 from __future__ import annotations
@@ -27,9 +27,18 @@ log = structlog.get_logger(__name__)
 class Members:
     """Iterates over all of them, those that are leaving included."""
 
-    def __init__(self, make: Callable[[str, EngineSpec], Member], *, changed: Callable[[], None], most: int) -> None:
-        """`make(id, spec)` raises ConfigError; `changed` is called when one is gone; `most`: how many there may be."""
+    def __init__(
+        self,
+        make: Callable[[str, EngineSpec], Member],
+        *,
+        changed: Callable[[], None],
+        most: int,
+        id_of: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
+        """`make(id, spec)` raises ConfigError; `changed` is called when one is gone; `most`: how many there may be;
+        `id_of`: the id of an engine by its URL, None for the next number."""
         self._make = make
+        self._id_of = id_of
         self._changed = changed
         self._most = most
         self._numbers = itertools.count()
@@ -133,7 +142,7 @@ class Members:
             raise Conflict(f"{member.engine.id} was removed before its first contact ended") from None
 
     def _join(self, spec: EngineSpec) -> Member:
-        member = self._make(f"e{next(self._numbers)}", spec)
+        member = self._make(self._id_of(spec.url) or f"e{next(self._numbers)}", spec)
         self._listed.append(member)
         return member
 

@@ -39,6 +39,8 @@ class FleetSettings:
     """Addresses where engines may be added while the fleet works; none: nowhere."""
     max_engines: int = 1024
     """Engines in all, those of the start included."""
+    ids_by_address: bool = False
+    """An engine's id is made of its URL, the same in every fleet; else they are numbered."""
     added_api_key: str = field(default="", repr=False)
     """Bearer key of added engines, or empty."""
     discovery_interval_s: float = 5.0

@@ -27,6 +27,7 @@ from rollout_service.orchestrator.workshop import Rules
 from rollout_service.replicas import parts
 from rollout_service.replicas.checkpoint_calls import CheckpointCalls
 from rollout_service.replicas.claims import Claims
+from rollout_service.replicas.engines import Fleet, SharedEngines
 from rollout_service.replicas.group_calls import GroupCalls
 from rollout_service.replicas.heart import Heart
 from rollout_service.replicas.intake import Intake
@@ -79,13 +80,15 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         engines: Engines,
         observer: Observer,
         healths: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        fleet: Fleet | None = None,
         source: PromptSource | None = None,
         digest: Callable[[Prompt], bytes] | None = None,
         clock: Clock = time.time,
         steady: Clock = time.monotonic,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
-        """`healths`: engines in all, and healthy ones, for the other replicas to know.
+        """`healths`: engines in all, and healthy ones, for the other replicas to know. `fleet`: where engines come and
+        go.
 
         `steady`: seconds, by a clock that nobody sets.
         """
@@ -109,7 +112,16 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         self._claims = Claims(store, resident, self._policy, observer)
         self._serving = Serving(store, self._policy, observer, new_id, self._give_back, self.expire)
         self.heart = Heart(store, resident, self._describe, lease_s=settings.lease_s, new_id=new_id)
-        self.watch = Watch(store, resident, self.heart, on_pending=self._claims.look, on_ready=self._serving.look)
+        self.shared_engines = None if fleet is None else SharedEngines(store, fleet)
+        """Adds and removes engines, for all replicas; None without a fleet."""
+        self.watch = Watch(
+            store,
+            resident,
+            self.heart,
+            on_pending=self._claims.look,
+            on_ready=self._serving.look,
+            on_engines=(lambda: None) if self.shared_engines is None else self.shared_engines.heard,
+        )
         self._intake = (
             Intake(source, digest, store, rules, observer) if source is not None and digest is not None else None
         )
@@ -127,6 +139,8 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         try:
             await self.heart.start()
             await self.watch.start()
+            if self.shared_engines is not None:
+                await self.shared_engines.start()
         except StoreUnavailable as error:
             raise ConfigError(f"store.url: {error}") from error
         self._serving.start()
@@ -138,6 +152,8 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
     async def stop(self) -> None:
         """End within seconds: waiting callers get `empty`, in flight is aborted, claims are given back."""
         self._closing = True
+        if self.shared_engines is not None:
+            await self.shared_engines.stop()
         if self._intake is not None:
             await self._intake.stop()
         await self._claims.stop()

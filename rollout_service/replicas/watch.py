@@ -37,10 +37,11 @@ class Watch:
         *,
         on_pending: Callable[[], None],
         on_ready: Callable[[], None],
+        on_engines: Callable[[], None],
     ) -> None:
-        """`on_pending`, `on_ready`: there may be groups to claim, to lease."""
+        """`on_pending`, `on_ready`: there may be groups to claim, to lease; `on_engines`: engines to add or remove."""
         self._store, self._resident, self._heart = store, resident, heart
-        self._on_pending, self._on_ready = on_pending, on_ready
+        self._on_pending, self._on_ready, self._on_engines = on_pending, on_ready, on_engines
         self._wake, self._others_did = asyncio.Event(), asyncio.Event()
         self.enforced = 0
         """Revision whose consequences are out."""
@@ -119,6 +120,8 @@ class Watch:
                 self._on_ready()
             case Signal.ENFORCED:
                 self._others_did.set()
+            case Signal.ENGINES:
+                self._on_engines()
 
     async def _work(self) -> None:
         while True:

@@ -117,6 +117,13 @@ def _engines_file(rest: str) -> EnginesFile:
     return EnginesFile(path=Path(rest))
 
 
+def one_spelling(url: str) -> str:
+    """The same for all spellings of one engine's URL (see `same_engine`), itself a URL. ValueError: it is none."""
+    scheme, host, port, path = same_engine(url)
+    named = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{named}{'' if port == (443 if scheme == 'https' else 80) else f':{port}'}{path.rstrip('/')}"
+
+
 def same_engine(url: str) -> tuple[str, str, int, str]:
     """Equal for two spellings of one engine's URL (a default port, the host's letters)."""
     parts = urlsplit(url)

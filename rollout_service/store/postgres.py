@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from rollout_service.core.group import Group, Lease
 from rollout_service.core.model import GroupState, Prompt
 from rollout_service.core.records import Batch, GroupPayload, Snapshot, StoredPrompt
-from rollout_service.core.shared import Overview, Replica, SharedRun, Whole
+from rollout_service.core.shared import EngineWish, Overview, Replica, SharedRun, Whole
 from rollout_service.errors import ConfigError, StoreUnavailable
 from rollout_service.store import postgres_queries as sql
 from rollout_service.store import postgres_read as read
 from rollout_service.store import postgres_schema
 from rollout_service.store.postgres_connections import Connections, notification
 from rollout_service.store.postgres_transaction import PostgresTransaction
-from rollout_service.store.postgres_write import BatchWriter, refusals, write_ends, write_run
+from rollout_service.store.postgres_write import BatchWriter, refusals, write_ends, write_run, write_wish
 from rollout_service.store.shared import Signal, Transaction
 
 if TYPE_CHECKING:
@@ -241,6 +241,25 @@ class PostgresStore:
         if known:
             self._tell(signals)
         return known
+
+    async def wish(self, wish: EngineWish) -> EngineWish:
+        async def wished(connection: Connection[Record]) -> EngineWish:
+            # The numbers are in the order of the commits: nobody may look and see a later one alone.
+            await connection.fetchval(sql.LOCK_NAME, "engines")
+            return await write_wish(connection, wish)
+
+        kept = await self._kept(self._open().run(wished, first=sql.PLAN), shielded=False)
+        self._tell({Signal.ENGINES})
+        return kept
+
+    async def wishes(self) -> Sequence[EngineWish]:
+        return await self._look(read.wishes)
+
+    async def fulfil(self, number: int, *, after_s: float) -> None:
+        async def fulfilled(connection: Connection[Record]) -> None:
+            await connection.execute(sql.FULFIL, number, after_s)
+
+        await self._kept(self._open().run(fulfilled, first=sql.PLAN), shielded=False)
 
     async def expel(self) -> Sequence[str]:
         async def expelled(connection: Connection[Record]) -> tuple[list[str], set[Signal]]:

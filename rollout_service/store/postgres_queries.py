@@ -424,6 +424,25 @@ WHERE l.policy_version = (SELECT policy_version FROM run WHERE id = 1)
     AND (g.lease_id = l.lease_id OR ($1::boolean AND g.acked_by = l.lease_id))
 """
 
+# --- engines
+
+WISH: Final = """
+INSERT INTO engines (url, wanted, max_inflight, drain_s, asked_at)
+VALUES ($1, $2, $3, $4, extract(epoch FROM clock_timestamp()))
+ON CONFLICT (url) DO UPDATE SET number = DEFAULT, wanted = excluded.wanted,
+    max_inflight = CASE WHEN engines.wanted AND excluded.wanted
+        THEN coalesce(excluded.max_inflight, engines.max_inflight) ELSE excluded.max_inflight END,
+    drain_s = excluded.drain_s, asked_at = excluded.asked_at
+RETURNING url, number, wanted, max_inflight, drain_s
+"""
+
+READ_WISHES: Final = "SELECT url, number, wanted, max_inflight, drain_s FROM engines ORDER BY number"
+
+FULFIL: Final = """
+DELETE FROM engines
+WHERE number = $1 AND NOT wanted AND asked_at < extract(epoch FROM clock_timestamp()) - $2::double precision
+"""
+
 # --- replicas
 
 READ_RIVALS: Final = """

@@ -17,7 +17,7 @@ from rollout_service.core.changes import Halt
 from rollout_service.core.group import Checkpoint, Group, Lease, LeaseState
 from rollout_service.core.model import TERMINAL, DropReason, FailedRollout, FinishedRollout, GroupState, Prompt
 from rollout_service.core.records import GroupPayload, GroupScore, RunState, Snapshot, StoredPrompt
-from rollout_service.core.shared import Claimed, Overview, Replica, SeenReplica, SharedRun, Whole
+from rollout_service.core.shared import Claimed, EngineWish, Overview, Replica, SeenReplica, SharedRun, Whole
 from rollout_service.core.streaks import Streak
 from rollout_service.errors import StoreUnavailable
 from rollout_service.store import codec
@@ -143,6 +143,16 @@ async def overview(connection: Connection[Record]) -> Overview:
         replicas=tuple(_seen_from(row) for row in seen),
         now=now,
     )
+
+
+async def wishes(connection: Connection[Record]) -> list[EngineWish]:
+    """By number."""
+    return [wish_from(row) for row in await connection.fetch(sql.READ_WISHES)]
+
+
+def wish_from(row: Record) -> EngineWish:
+    limit = row["max_inflight"]
+    return EngineWish(**{**row, "max_inflight": int(limit) if limit is not None and limit.isdigit() else limit})
 
 
 async def checkpoints(connection: Connection[Record]) -> list[Checkpoint]:

@@ -26,7 +26,7 @@ _WORKS_WITH: Final = re.compile(r"-- works with: ([0-9]+)\n")
 
 _OURS: Final = (
     "run", "groups", "prompts", "rollouts", "scores", "leases", "lease_groups", "checkpoints", "tallies", "replicas",
-    "batches",
+    "batches", "engines",
 )  # fmt: skip
 """Tables whose names would be taken where another program uses the schema."""
 

@@ -18,10 +18,11 @@ import asyncpg
 from rollout_service.core.group import Group, Lease
 from rollout_service.core.model import FailedRollout, FinishedRollout, GroupState, prompt_size
 from rollout_service.core.records import Batch, NewGroup, RunState
+from rollout_service.core.shared import EngineWish
 from rollout_service.errors import BatchRefused
 from rollout_service.store import codec
 from rollout_service.store import postgres_queries as sql
-from rollout_service.store.postgres_read import aside, kept, run_row
+from rollout_service.store.postgres_read import aside, kept, run_row, wish_from
 from rollout_service.store.standing import forgotten, rows_text
 
 if TYPE_CHECKING:
@@ -182,6 +183,14 @@ async def write_run(connection: Connection[Record], run: RunState) -> None:
     if sum(ended) > run.last_seq:
         raise Refused("more groups ended than were submitted")
     await connection.execute(sql.WRITE_RUN, *run_row(run))
+
+
+async def write_wish(connection: Connection[Record], wish: EngineWish) -> EngineWish:
+    """What is kept of it."""
+    limit = None if wish.max_inflight is None else str(wish.max_inflight)
+    row = await connection.fetchrow(sql.WISH, wish.url, wish.wanted, limit, float(wish.drain_s))
+    assert row is not None  # noqa: S101 - for mypy: it returns what it wrote
+    return wish_from(row)
 
 
 async def write_ends(connection: Connection[Record], run: RunState) -> None:

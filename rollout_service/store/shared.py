@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from rollout_service.core.group import Checkpoint, Group, Lease
 from rollout_service.core.model import Prompt
 from rollout_service.core.records import Batch, GroupPayload, StoredPrompt
-from rollout_service.core.shared import Claimed, Overview, Replica, SharedRun, Whole
+from rollout_service.core.shared import Claimed, EngineWish, Overview, Replica, SharedRun, Whole
 from rollout_service.store.protocol import Store
 
 P = TypeVar("P")
@@ -37,6 +37,8 @@ class Signal(StrEnum):
     """There may be something to lease, or the run may be at its end."""
     ENFORCED = "enforced"
     """A replica has carried out a revision."""
+    ENGINES = "engines"
+    """An operator asked for something at an engine."""
 
 
 class Transaction(Protocol):
@@ -178,6 +180,18 @@ class SharedStore(Store, Protocol):
 
     async def beat(self, replica: Replica, *, lease_s: float, signal: Signal | None = None) -> bool:
         """Extend the replica's claims to `lease_s` from now and keep what it says of itself; False: it was expelled."""
+
+    async def wish(self, wish: EngineWish) -> EngineWish:
+        """Keep it in place of an earlier one of that engine, and signal ENGINES; what is kept, with its number.
+
+        One that says no `max_inflight` keeps that of the earlier one, where both want the engine.
+        """
+
+    async def wishes(self) -> Sequence[EngineWish]:
+        """One an engine, by number. Locks nothing."""
+
+    async def fulfil(self, number: int, *, after_s: float) -> None:
+        """Forget wish `number` where it is the last of its engine, does not want it, and is older than `after_s`."""
 
     async def expel(self) -> Sequence[str]:
         """Take the claims of every replica whose time is over, and forget it; their names.

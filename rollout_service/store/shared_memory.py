@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from rollout_service.core.records import Batch
-from rollout_service.core.shared import Overview, Replica, SeenReplica, SharedRun, Whole
+from rollout_service.core.shared import EngineWish, Overview, Replica, SeenReplica, SharedRun, Whole
 from rollout_service.errors import ConfigError, StoreUnavailable
 from rollout_service.store.memory import MemoryStore
 from rollout_service.store.shared import Signal, Transaction
@@ -172,6 +172,37 @@ class SharedMemoryStore(MemoryStore):
 
         await self._change(seen)
         return known
+
+    async def wish(self, wish: EngineWish) -> EngineWish:
+        kept = wish
+
+        def wished(content: SharedContent, now: float) -> list[Signal]:
+            nonlocal kept
+            content.wished += 1
+            before, limit = content.wishes.get(wish.url), wish.max_inflight
+            if limit is None and wish.wanted and before is not None and before.wanted:
+                limit = before.max_inflight
+            kept = replace(wish, number=content.wished, max_inflight=limit)
+            content.wishes[wish.url], content.wished_at[wish.url] = kept, now
+            return [Signal.ENGINES]
+
+        await self._change(wished)
+        return kept
+
+    async def wishes(self) -> Sequence[EngineWish]:
+        self._check_open()
+        wishes = sorted(self._memory.content.wishes.values(), key=lambda wish: wish.number)
+        await asyncio.sleep(0)
+        return wishes
+
+    async def fulfil(self, number: int, *, after_s: float) -> None:
+        def fulfilled(content: SharedContent, now: float) -> list[Signal]:
+            for url, wish in list(content.wishes.items()):
+                if wish.number == number and not wish.wanted and content.wished_at[url] < now - after_s:
+                    del content.wishes[url], content.wished_at[url]
+            return []
+
+        await self._change(fulfilled)
 
     async def expel(self) -> Sequence[str]:
         names: list[str] = []

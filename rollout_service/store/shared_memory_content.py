@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from rollout_service.core.group import Group
 from rollout_service.core.model import OUTSTANDING, TERMINAL, GroupState, prompt_size
 from rollout_service.core.records import Batch
-from rollout_service.core.shared import Claimed, SeenReplica, SharedRun, Whole
+from rollout_service.core.shared import Claimed, EngineWish, SeenReplica, SharedRun, Whole
 from rollout_service.store.memory_content import Content
 from rollout_service.store.standing import run_as_kept
 
@@ -37,6 +37,11 @@ class SharedContent(Content):
     held_bytes: int = 0
     prompt_bytes: int = 0
     replicas: dict[str, SeenReplica] = field(default_factory=dict)
+    wishes: dict[str, EngineWish] = field(default_factory=dict)
+    """By URL."""
+    wished_at: dict[str, float] = field(default_factory=dict)
+    wished: int = 0
+    """The newest number of a wish."""
     numbers: dict[str, int] = field(default_factory=dict)
     """The newest batch number by replica, for ever."""
 

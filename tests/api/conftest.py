@@ -96,6 +96,7 @@ class Service:
             orchestrator=self.door,
             updates=PolicyUpdates(self.door, self.fleet, allowed_paths=self.settings.weights.allowed_paths),
             fleet=self.fleet,
+            engine_calls=self.fleet,
             metrics=self.metrics,
             access=Access(self.keys, allowed_hosts=["service"]),
             history=self.history,

@@ -59,7 +59,7 @@ class World:
         for member in self.members:
             await member.door.stop()
 
-    async def join(self, *, rules: str = "same") -> Member:
+    async def join(self, *, rules: str = "same", fleet: Any = None) -> Member:
         """One more replica, started."""
         number = len(self.members) + 1
         ids = iter(range(1, 10**9))
@@ -74,6 +74,7 @@ class World:
             engines=engines,
             observer=observer,
             healths=lambda: (1, int(engines.capacity > 0)),
+            fleet=fleet,
             source=self.source,
             digest=self.digest,
             clock=self.wall,

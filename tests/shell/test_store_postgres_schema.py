@@ -39,7 +39,7 @@ from tests.postgres_cluster import PASSWORD, cluster
 Database: TypeAlias = "asyncpg.Connection[asyncpg.Record]"
 TABLES = (
     "run", "groups", "tallies", "replicas", "batches", "prompts", "rollouts", "scores", "leases", "lease_groups",
-    "checkpoints",
+    "checkpoints", "engines",
 )  # fmt: skip
 
 

@@ -50,6 +50,17 @@ CREATE TABLE batches (
     number     bigint NOT NULL
 ) WITH (fillfactor = 10, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 200);
 
+-- What operators asked for at engines, through the API of any replica: the last of each engine. One that is removed, and
+-- that nothing names any more, is forgotten.
+CREATE TABLE engines (
+    url          text             PRIMARY KEY,
+    number       bigint           NOT NULL GENERATED ALWAYS AS IDENTITY UNIQUE,
+    wanted       boolean          NOT NULL,
+    max_inflight text,
+    drain_s      double precision NOT NULL CHECK (drain_s >= 0),
+    asked_at     double precision NOT NULL
+);
+
 -- Leases are never removed: a request_id is remembered for ever, and a late ack finds its lease.
 CREATE TABLE leases (
     lease_id       text             PRIMARY KEY,

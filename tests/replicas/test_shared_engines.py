@@ -1,0 +1,338 @@
+"""Engines that are added and removed at one replica come and go at all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from rollout_service.engines.fleet import id_by_address
+from rollout_service.errors import Conflict, EngineRefused, NotFound, StoreUnavailable
+from rollout_service.replicas import engines as shared_engines
+from rollout_service.replicas.engines import FORGET_S, SharedEngines
+from rollout_service.settings.tables import Inflight
+from rollout_service.store.shared_memory import SharedMemory, SharedMemoryStore
+from tests.fakes import Clock, passes, until
+from tests.replicas.world import World
+
+ONE, TWO = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
+
+
+@dataclass
+class Fleet:
+    """Engines by URL -> requests at once; what a fleet promises of them, and nothing else."""
+
+    there: dict[str, Inflight | None] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)
+    wrong: dict[str, str] = field(default_factory=dict)
+    """Refused, and why."""
+    leaving: dict[str, asyncio.Event] = field(default_factory=dict)
+    contacting: dict[str, asyncio.Event] = field(default_factory=dict)
+    """Adding waits for it."""
+    holding: bool = False
+    """What leaves stays until its event is set."""
+    drains: list[tuple[str, float]] = field(default_factory=list)
+    adds: list[tuple[str, Inflight | None]] = field(default_factory=list)
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [self._described(url) for url in self.there]
+
+    def _described(self, url: str) -> dict[str, Any]:
+        return {
+            "id": id_by_address(url),
+            "url": url,
+            "max_inflight": self.there.get(url),
+            "leaving": url in self.leaving,
+        }
+
+    def names(self, url: str) -> bool:
+        return url in self.named
+
+    async def add_engine(self, url: str, max_inflight: Inflight | None = None) -> tuple[dict[str, Any], bool]:
+        self.adds.append((url, max_inflight))
+        if url in self.leaving:
+            raise Conflict("being removed")
+        new = url not in self.there
+        if new or max_inflight is not None:
+            self.there[url] = max_inflight
+        if new and url in self.contacting:
+            await self.contacting[url].wait()
+        if url in self.wrong:
+            del self.there[url]
+            raise EngineRefused(self.wrong[url])
+        return self._described(url), new
+
+    async def remove_engine(self, id: str, *, drain_s: float) -> dict[str, Any]:
+        url = next((url for url in self.there if id_by_address(url) == id), None)
+        if url is None:
+            raise NotFound("no such engine")
+        gone = self.leaving.setdefault(url, asyncio.Event())
+        self.drains.append((url, drain_s))
+        if not self.holding:
+            gone.set()
+        await gone.wait()
+        described = self._described(url)
+        self.there.pop(url, None)
+        self.leaving.pop(url, None)
+        return described
+
+
+@dataclass
+class Replica:
+    fleet: Fleet
+    store: SharedMemoryStore
+    engines: SharedEngines
+
+
+class Run:
+    """Replicas that hear of each other."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.memory = SharedMemory(1, self.clock)
+        self.replicas: list[Replica] = []
+
+    async def join(self, **fleet: Any) -> Replica:
+        store = self.memory.store()
+        await store.open()
+        replica = Replica(there := Fleet(**fleet), store, SharedEngines(store, there))
+        store.watch(lambda _: replica.engines.heard())
+        self.replicas.append(replica)
+        await replica.engines.start()
+        return replica
+
+
+@pytest.fixture
+async def run() -> AsyncIterator[Run]:
+    run = Run()
+    yield run
+    for replica in run.replicas:
+        await replica.engines.stop()
+        await replica.store.close()
+
+
+async def test_an_engine_added_at_one_is_added_at_all_with_its_size(run: Run):
+    one, two = await run.join(), await run.join(there={TWO: 4})
+    description, new = await one.engines.add_engine(ONE, 7)
+    assert (description["url"], description["max_inflight"], new) == (ONE, 7, True)
+    await until(lambda: two.fleet.there == {TWO: 4, ONE: 7})
+    assert one.fleet.there == {ONE: 7}
+    _, new = await two.engines.add_engine(ONE, "auto")
+    assert not new
+    await until(lambda: one.fleet.there == {ONE: "auto"})
+    await two.engines.add_engine(ONE)
+    await passes()
+    assert (one.fleet.there[ONE], two.fleet.there[ONE]) == ("auto", "auto")
+
+
+async def test_a_wish_is_followed_once(run: Run):
+    """What "auto" has found since is not thrown away by the next look."""
+    one, two = await run.join(), await run.join()
+    await one.engines.add_engine(ONE, "auto")
+    await until(lambda: ONE in two.fleet.there)
+    for replica in (one, two):
+        await passes()
+        await replica.engines.look()
+        await passes()
+        assert replica.fleet.adds == [(ONE, "auto")]
+
+
+async def test_one_that_is_leaving_already_is_left_alone(run: Run):
+    one, two = await run.join(there={ONE: 1}), await run.join(there={ONE: 1}, holding=True)
+    leaving = asyncio.create_task(two.fleet.remove_engine(id_by_address(ONE), drain_s=7))
+    await until(lambda: ONE in two.fleet.leaving)
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    await two.engines.look()
+    await passes()
+    assert two.fleet.drains == [(ONE, 7)]
+    two.fleet.leaving[ONE].set()
+    await leaving
+
+
+async def test_an_engine_removed_at_one_leaves_all_with_the_same_drain(run: Run):
+    one, two = await run.join(there={ONE: 1}, holding=True), await run.join(there={ONE: 1, TWO: 1})
+    removal = asyncio.create_task(one.engines.remove_engine(id_by_address(ONE), drain_s=2.5))
+    await until(lambda: two.fleet.there == {TWO: 1})
+    assert (one.fleet.drains, two.fleet.drains) == ([(ONE, 2.5)], [(ONE, 2.5)])
+    assert not removal.done(), "not gone from here"
+    one.fleet.leaving[ONE].set()
+    assert (await removal)["url"] == ONE
+    assert one.fleet.there == {}
+
+
+async def test_one_that_starts_later_has_the_same_engines(run: Run):
+    one = await run.join(there={ONE: 1})
+    await one.engines.add_engine(TWO, 9)
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    two = await run.join(there={ONE: 1}, named={ONE})
+    assert two.fleet.there == {TWO: 9}
+
+
+async def test_a_start_does_not_wait_for_ever_for_an_engine(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_engines, "START_S", 0.05)
+    one = await run.join()
+    await one.engines.add_engine(ONE)
+    async with asyncio.timeout(5):
+        two = await run.join(contacting={ONE: asyncio.Event()})
+    two.fleet.contacting[ONE].set()
+    await until(lambda: two.fleet.there == {ONE: None})
+
+
+async def test_one_that_was_removed_stays_out_wherever_it_is_named_until_it_is_added(run: Run):
+    one, two = await run.join(there={ONE: 1}, named={ONE}), await run.join(there={ONE: 1}, named={ONE})
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    await until(lambda: not two.fleet.there)
+    two.fleet.there[ONE] = 1  # found where engines are listed
+    run.clock.now += 10 * FORGET_S
+    await two.engines.look()
+    await until(lambda: not two.fleet.there)
+    assert len(await two.store.wishes()) == 1
+    await two.engines.add_engine(ONE)
+    await until(lambda: ONE in one.fleet.there)
+    await two.engines.look()
+    await passes()
+    assert ONE in two.fleet.there
+
+
+async def test_a_removal_is_forgotten_once_nothing_names_the_engine_and_everybody_has_seen_it(run: Run):
+    one, two = await run.join(there={ONE: 1}, named={ONE}), await run.join()
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    run.clock.now += 2 * FORGET_S
+    await one.engines.look()
+    assert len(await one.store.wishes()) == 1, "it is still named here"
+    one.fleet.named.clear()
+    await one.engines.look()
+    assert len(await one.store.wishes()) == 0
+    two.fleet.there[ONE] = 1  # another engine at the same address
+    await two.engines.look()
+    await passes()
+    assert ONE in two.fleet.there
+
+    await two.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    run.clock.now += FORGET_S / 2
+    await two.engines.look()
+    assert len(await two.store.wishes()) == 1, "somebody may not have seen it yet"
+
+
+async def test_signals_that_are_lost_cost_a_few_seconds(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_engines, "LOOK_S", 0.05)
+    one, two = await run.join(), await run.join()
+    two.store.pushes = False
+    await one.engines.add_engine(ONE)
+    await until(lambda: ONE in two.fleet.there)
+
+
+async def test_one_that_a_replica_refuses_is_tried_again_and_told_once(run: Run):
+    one, two = await run.join(), await run.join(wrong={ONE: "serves another model"})
+    with capture_logs() as logs:
+        await one.engines.add_engine(ONE)
+        await passes()
+        for _ in range(3):
+            await two.engines.look()
+            await passes()
+    told = [entry for entry in logs if entry["event"] == "engine_not_added"]
+    assert [(entry["engine"], entry["error"]) for entry in told] == [(ONE, "serves another model")]
+    assert two.fleet.there == {}
+    del two.fleet.wrong[ONE]
+    await two.engines.look()
+    await until(lambda: ONE in two.fleet.there)
+
+
+async def test_an_engine_that_is_refused_is_wanted_by_nobody(run: Run):
+    one = await run.join(wrong={ONE: "serves another model"})
+    with pytest.raises(EngineRefused):
+        await one.engines.add_engine(ONE)
+    with pytest.raises(NotFound, match="no engine 'e-0'"):
+        await one.engines.remove_engine("e-0", drain_s=0)
+    assert len(await one.store.wishes()) == 0
+
+
+async def test_what_cannot_be_written_down_is_refused_and_undone(run: Run):
+    one, two = await run.join(there={TWO: 1}), await run.join(there={TWO: 1})
+    run.memory.broken = "no space left"
+    with pytest.raises(StoreUnavailable):
+        await one.engines.add_engine(ONE)
+    with pytest.raises(StoreUnavailable):
+        await one.engines.remove_engine(id_by_address(TWO), drain_s=0)
+    run.memory.broken = None
+    await one.engines.look()
+    await until(lambda: one.fleet.there == {TWO: 1})
+    assert two.fleet.there == {TWO: 1}
+
+
+async def test_an_answer_that_is_lost_leaves_what_was_written_down(run: Run):
+    one, two = await run.join(), await run.join()
+    one.store.lost_answers = 1
+    with pytest.raises(StoreUnavailable):
+        await one.engines.add_engine(ONE)
+    await one.engines.look()
+    await until(lambda: ONE in two.fleet.there)
+    assert ONE in one.fleet.there
+
+
+async def test_a_look_does_not_undo_a_call_that_is_under_way(run: Run):
+    one, two = await run.join(there={ONE: 1}), await run.join(there={ONE: 1})
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    await until(lambda: not two.fleet.there)
+    contact = one.fleet.contacting[ONE] = asyncio.Event()
+    adding = asyncio.create_task(one.engines.add_engine(ONE))
+    await until(lambda: ONE in one.fleet.there)
+    await one.engines.look()
+    await passes()
+    assert one.fleet.drains == [(ONE, 0)]
+    contact.set()
+    await adding
+    await until(lambda: ONE in two.fleet.there)
+    await one.engines.look()
+    await passes()
+    assert ONE in one.fleet.there
+
+
+async def test_the_last_of_two_callers_is_followed_by_all(run: Run):
+    one, two = await run.join(there={ONE: 1}), await run.join(there={ONE: 1})
+    await asyncio.gather(
+        one.engines.remove_engine(id_by_address(ONE), drain_s=0), two.engines.add_engine(ONE, 3), return_exceptions=True
+    )
+    (last,) = await one.store.wishes()
+    await until(lambda: (ONE in one.fleet.there) == (ONE in two.fleet.there) == last.wanted)
+    await one.engines.add_engine(ONE, 5)
+    await until(lambda: one.fleet.there == two.fleet.there == {ONE: 5})
+
+
+async def test_another_spelling_is_the_same_engine(run: Run):
+    one, two = await run.join(there={"http://ENGINE:80/": 1}), await run.join(there={"http://engine": 1})
+    await one.engines.remove_engine(id_by_address("http://engine/"), drain_s=0)
+    await until(lambda: not two.fleet.there)
+    assert [wish.url for wish in await one.store.wishes()] == ["http://engine"]
+
+
+async def test_what_is_under_way_ends_with_the_replica(run: Run):
+    one, two = await run.join(), await run.join(contacting={ONE: asyncio.Event()})
+    await one.engines.add_engine(ONE)
+    await until(lambda: ONE in two.fleet.there)
+    async with asyncio.timeout(5):
+        await two.engines.stop()
+
+
+@asynccontextmanager
+async def joined(world: World, fleet: Fleet) -> AsyncIterator[SharedEngines]:
+    door = (await world.join(fleet=fleet)).door
+    assert door.shared_engines is not None
+    yield door.shared_engines
+
+
+async def test_replicas_follow_each_other_from_their_start_to_their_end():
+    one, two = Fleet(), Fleet()
+    async with World() as world, joined(world, one) as calls, joined(world, two):
+        await calls.add_engine(ONE, 2)
+        await until(lambda: two.there == {ONE: 2})
+        world.memory.broken = "gone"
+        await passes()
+        world.memory.broken = None
+        await calls.remove_engine(id_by_address(ONE), drain_s=0)
+        await until(lambda: two.there == {})
