@@ -1,7 +1,8 @@
 """Wiring and lifespan, nothing else. Nothing is made at import time.
 
-What always holds: parts start in the order scorer, engines, orchestrator and stop in reverse; a start that fails stops
-what had started; starting or stopping twice does it once; a stop is bounded in time.
+What always holds: parts start in the order scorer, engines, orchestrator and stop in reverse, but that a replica reads
+the run's engines before it contacts any; a start that fails stops what had started; starting or stopping twice does it
+once; a stop is bounded in time.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Parts:
             if settings.dispatch.cache_salt
             else lambda: None,
             tracer=None if tracing is None else tracing.calls,
+            kept_out=self._kept_out if settings.store.shared else None,
         )
         self.threads = Threads(settings.program.threads, grace_s=settings.program.grace_s)
         self.keys = load_keys(settings)
@@ -98,8 +100,9 @@ class Parts:
             observer=Observers(*observers),
             source=self.source,
         )
-        shared = self.orchestrator.shared_engines if isinstance(self.orchestrator, ReplicaOrchestrator) else None
-        self.engine_calls: EngineCalls = shared or self.fleet
+        self.replica = self.orchestrator if isinstance(self.orchestrator, ReplicaOrchestrator) else None
+        self._shared = None if self.replica is None else self.replica.shared_engines
+        self.engine_calls: EngineCalls = self._shared or self.fleet
         self.updates = PolicyUpdates(self.orchestrator, self.fleet, allowed_paths=settings.weights.allowed_paths)
         self.metrics.watch(self.orchestrator.status, self.fleet, self.threads.counts)
         self._background: list[asyncio.Task[None]] = []
@@ -111,6 +114,9 @@ class Parts:
         if self._orchestrating:
             self.orchestrator.engines_changed()
 
+    def _kept_out(self, url: str) -> bool:
+        return self._shared is not None and self._shared.keeps_out(url)
+
     async def start(self) -> None:
         """Raises ConfigError where the configuration does not fit what it names."""
         if self._started:
@@ -118,6 +124,9 @@ class Parts:
         self._started = True
         try:
             await self.scorer.start()
+            if self.replica is not None:  # an engine that was removed must not keep it from starting
+                self._opened = True
+                await self.replica.prepare()
             await self.fleet.start()
             self._opened = True
             await self.orchestrator.start()

@@ -103,8 +103,9 @@ class SeenReplica:
 class EngineWish:
     """What an operator asked for at one engine, of any replica: every replica follows it."""
 
+    engine_id: str
+    """The same at all replicas."""
     url: str
-    """In the one spelling that all replicas know the engine by."""
     wanted: bool
     """It belongs to every fleet; False: to none, wherever else it is named."""
     max_inflight: int | str | None = None

@@ -3,14 +3,15 @@
 What always holds: a look that fails changes nothing, and is said once until it fails for another reason; one that
 succeeds adds what is new and removes, with a drain, what no source lists any more. Only what was added here is removed
 here: engines of the configuration and of `POST /engines` stay. An engine that an operator removed stays out until a
-look has not found it listed. One that is wrong for the run is tried again at each look, and said once a reason. No look
-waits for another source, for an engine to answer, or for one to become empty.
+look has not found it listed, or where replicas share their engines as long as `kept_out` says so. One that is wrong for
+the run is tried again at each look, and said once a reason. No look waits for another source, for an engine to answer,
+or for one to become empty.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -77,15 +78,25 @@ class _Place:
 class Discovery:
     """Looks at `sources`, the first of which wins where two list one engine, and changes `engines`."""
 
-    def __init__(self, sources: Sequence[Source], *, engines: Engines, interval_s: float, drain_s: float) -> None:
-        """`interval_s` lies between two looks; `drain_s` is what an engine that is listed no more is given."""
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        engines: Engines,
+        interval_s: float,
+        drain_s: float,
+        kept_out: Callable[[str], bool] | None = None,
+    ) -> None:
+        """`interval_s` lies between two looks; `drain_s` is what an engine that is listed no more is given; `kept_out`:
+        whether the engine of a URL is to stay out, None where only this service removes engines."""
         self._places = [_Place(source=source) for source in sources]
         self._engines = engines
         self._interval_s = interval_s
         self._drain_s = drain_s
+        self._others_keep_out = kept_out
         self._members: dict[Key, str] = {}
         """Of each listed engine that was a member at the last look: its id."""
-        self._ours: dict[Key, str] = {}
+        self._ours: dict[Key, Engine] = {}
         """Of those that were added here."""
         self._kept_out: set[Key] = set()
         """Listed, and removed by an operator."""
@@ -124,9 +135,14 @@ class Discovery:
         await asyncio.gather(*map(self._look_at, self._places))
         self._settle()
 
-    def lists(self, key: Key) -> bool:
-        """Whether a source lists the engine, by its last look that succeeded; True where one has had none yet."""
-        return any(key in place.listed or not place.was_read for place in self._places)
+    def listed(self, key: Key) -> EngineSpec | None:
+        """The engine as the first source that lists it does, by its last look that succeeded."""
+        return next((place.listed[key] for place in self._places if key in place.listed), None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every source was read at least once."""
+        return all(place.was_read for place in self._places)
 
     def failing(self) -> dict[str, str]:
         """Source, as configured -> why its last look failed."""
@@ -190,16 +206,20 @@ class Discovery:
             self._members[key] = member.engine.id
         elif key in self._members:  # whatever is removed here is among the changes until it is gone
             self._forget(key)
-            self._kept_out.add(key)
-            log.info("engine_kept_out", engine=spec.url, detail="removed by an operator, and still listed")
-        elif member is None and key not in self._kept_out:
+            if self._others_keep_out is None:
+                self._kept_out.add(key)
+                log.info("engine_kept_out", engine=spec.url, detail="removed by an operator, and still listed")
+        elif member is None and not self._keeps_out(key, spec):
             self._begin(key, self._add(key, spec))
+
+    def _keeps_out(self, key: Key, spec: EngineSpec) -> bool:
+        return key in self._kept_out if self._others_keep_out is None else self._others_keep_out(spec.url)
 
     def _unlisted(self, key: Key, member: Engine | None) -> None:
         ours = self._ours.get(key)
         self._forget(key)
-        if member is not None and not member.leaving and member.engine.id == ours:
-            log.info("engine_listed_no_more", id=ours, engine=member.engine.url)
+        if member is not None and not member.leaving and member is ours:
+            log.info("engine_listed_no_more", id=member.engine.id, engine=member.engine.url)
             self._begin(key, self._remove(member))
 
     def _forget(self, key: Key) -> None:
@@ -234,7 +254,7 @@ class Discovery:
         else:
             self._members[key] = member.engine.id
             if new:
-                self._ours[key] = member.engine.id
+                self._ours[key] = member
         finally:
             call.cancel()
 

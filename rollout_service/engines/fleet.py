@@ -98,8 +98,10 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         cache_salt: Callable[[], str | None] = lambda: None,
         tracer: CallTracer | None = None,
+        kept_out: Callable[[str], bool] | None = None,
     ) -> None:
-        """`version` gives the current policy version; `cache_salt`: see VllmEngine."""
+        """`version` gives the current policy version; `cache_salt`: see VllmEngine; `kept_out`: whether the engine of a
+        URL stays out wherever it is named, None where nobody but this fleet is asked to remove engines."""
         sources = {spec: source_of(spec) for spec in specs}
         self._specs = tuple(spec for spec, source in sources.items() if source is None)
         self._settings = settings
@@ -111,6 +113,7 @@ class Fleet:
         self._clock = clock
         self._cache_salt = cache_salt
         self._tracer = tracer
+        self._kept_out = kept_out or (lambda _: False)
         self._policy = RetryPolicy(max_attempts=settings.max_attempts)
         self._ids = RequestIds()
         self._members = Members(
@@ -124,6 +127,7 @@ class Fleet:
             engines=self._members,
             interval_s=settings.discovery_interval_s,
             drain_s=settings.discovery_drain_s,
+            kept_out=kept_out,
         )
         self._clients: EngineClients | None = None
         self._homes = Homes()
@@ -143,7 +147,7 @@ class Fleet:
         self._clients = EngineClients()
         self._dark_since = self._clock()
         try:
-            await self._members.start(self._specs)
+            await self._members.start([spec for spec in self._specs if not self._kept_out(spec.url)])
             await self._discovery.start()
         except BaseException:
             await self.stop()
@@ -196,13 +200,19 @@ class Fleet:
 
     # -- who is there
 
-    async def add_engine(self, url: str, max_inflight: Limit | None = None) -> tuple[dict[str, Any], bool]:
+    async def add_engine(
+        self, url: str, max_inflight: Limit | None = None, *, follows: bool = False
+    ) -> tuple[dict[str, Any], bool]:
         """Its description, and whether it is new; one that is there already takes `max_inflight`, where given.
 
-        One that does not answer yet is added, unhealthy, and used as soon as it answers. Raises EngineNotAllowed,
-        InvalidField, EngineRefused with the words for what is wrong with it, Conflict where there are too many.
+        One that does not answer yet is added, unhealthy, and used as soon as it answers. One that was removed though
+        the configuration or a list names it comes back as it is named there, whatever else may be added. `follows`: one
+        that is named may be resized, too. Raises EngineNotAllowed, InvalidField, EngineRefused with the words for what
+        is wrong with it, Conflict where there are too many.
         """
-        spec = EngineSpec(url=allowed_url(url, self._settings.addable), api_key=self._settings.added_api_key)
+        spec = self._named(url)
+        if spec is None or not (follows or self._is_out(url)):
+            spec = EngineSpec(url=allowed_url(url, self._settings.addable), api_key=self._settings.added_api_key)
         if max_inflight is not None:
             spec = replace(spec, max_inflight=max_inflight)
         member, new = await self._members.add(spec, resize=max_inflight is not None)
@@ -217,9 +227,21 @@ class Fleet:
         return (await self._members.remove(id, drain_s=drain_s)).describe()
 
     def names(self, url: str) -> bool:
-        """Whether the configuration, or a list it names, has the engine; as far as is known."""
+        """Whether the configuration, or a list it names, has the engine; True as long as not all lists were read."""
+        return not self._discovery.is_complete or self._named(url) is not None
+
+    def _named(self, url: str) -> EngineSpec | None:
+        """The engine as the configuration or a list has it."""
+        try:
+            where = same_engine(url)
+        except ValueError:
+            return None
+        configured = (spec for spec in self._specs if same_engine(spec.url) == where)
+        return next(configured, None) or self._discovery.listed(where)
+
+    def _is_out(self, url: str) -> bool:
         where = same_engine(url)
-        return any(same_engine(spec.url) == where for spec in self._specs) or self._discovery.lists(where)
+        return all(same_engine(member.engine.url) != where for member in self._members)
 
     async def end_changes(self) -> None:
         """Add and remove no more, and answer those who wait for it: the service is ending."""

@@ -55,7 +55,7 @@ class Members:
         return len(self._listed)
 
     async def start(self, specs: Sequence[EngineSpec]) -> None:
-        """Contact those of the configuration, then watch them. Raises ConfigError where one that answers is wrong."""
+        """Contact these, then watch them. Raises ConfigError where one that answers is wrong."""
         for spec in specs:
             self._join(spec)
         contacts = await asyncio.gather(*(member.contact() for member in self), return_exceptions=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -130,19 +131,28 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         self._paced: Collection[int] = ()
         """As of the last look for people."""
         self._housekeeping: asyncio.Task[None] | None = None
+        self._prepared = False
 
     # life
 
-    async def start(self) -> None:
-        """Open the store, join the others, claim. Raises ConfigError."""
+    async def prepare(self) -> None:
+        """Open the store, and read which engines are not to be contacted. Raises ConfigError."""
+        if self._prepared:
+            return
         await self._store.open()
-        try:
+        self._prepared = True
+        if self.shared_engines is not None:
+            with _at_the_start():
+                await self.shared_engines.read()
+
+    async def start(self) -> None:
+        """Prepare, where nobody did, join the others, claim. Raises ConfigError."""
+        await self.prepare()
+        with _at_the_start():
             await self.heart.start()
             await self.watch.start()
             if self.shared_engines is not None:
                 await self.shared_engines.start()
-        except StoreUnavailable as error:
-            raise ConfigError(f"store.url: {error}") from error
         self._serving.start()
         self._claims.start()
         if self._intake is not None:
@@ -170,6 +180,7 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         except (StoreUnavailable, TimeoutError) as error:
             log.warning("claims_not_given_back", error=str(error), detail="others take them when the heartbeat ends")
         await self._store.close()
+        self._prepared = False
 
     def engines_changed(self) -> None:
         """An engine came, went, or changed its health or capacity."""
@@ -309,3 +320,12 @@ class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):
         core.load_part(overview.run, overview.whole, parts.NOTHING, paced=self._paced)
         blocked = core.blocked()
         return None if blocked is None else str(blocked)
+
+
+@contextmanager
+def _at_the_start() -> Iterator[None]:
+    """A store that cannot be had then is one that was configured wrongly."""
+    try:
+        yield
+    except StoreUnavailable as error:
+        raise ConfigError(f"store.url: {error}") from error

@@ -121,11 +121,11 @@ def one_spelling(url: str) -> str:
     """The same for all spellings of one engine's URL (see `same_engine`), itself a URL. ValueError: it is none."""
     scheme, host, port, path = same_engine(url)
     named = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{named}{'' if port == (443 if scheme == 'https' else 80) else f':{port}'}{path.rstrip('/')}"
+    return f"{scheme}://{named}{'' if port == (443 if scheme == 'https' else 80) else f':{port}'}{path}"
 
 
 def same_engine(url: str) -> tuple[str, str, int, str]:
     """Equal for two spellings of one engine's URL (a default port, the host's letters)."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    return parts.scheme, parts.hostname or "", port, parts.path
+    return parts.scheme, parts.hostname or "", port, parts.path.rstrip("/")

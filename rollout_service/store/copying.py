@@ -2,7 +2,8 @@
 
 What always holds: the source is not in use and is not changed; the target is new, and whoever opens it finds either
 nothing or the whole run, which was read back and compared before. Memory is bounded, however long the run. Only what
-replicas know of each other stays behind, and in SQLite a halt, which no restart of a service there outlives.
+replicas know of each other stays behind, with the engines that were added and removed by hand, and in SQLite a halt,
+which no restart of a service there outlives.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ async def copy_store(source_url: str, target_url: str, *, progress: Progress | N
         if found != replace(was, run=replace(kept, run=run_as_kept(kept.run))):
             raise ConfigError(f"{_name(target)}: what was read back is not what was written; nothing was copied")
         await writer.publish()
-    return Copied(source=was, target=found, left_behind=_left_behind(was, found))
+        left_behind = _left_behind(was, found, engines=await reader.engines())
+    return Copied(source=was, target=found, left_behind=left_behind)
 
 
 async def _content(store: Source, progress: Progress | None) -> Content:
@@ -90,10 +92,13 @@ async def _content(store: Source, progress: Progress | None) -> Content:
     return found.content(await store.run())
 
 
-def _left_behind(was: Content, found: Content) -> tuple[str, ...]:
-    if was.run.halt is None or found.run.halt is not None:
-        return ()
-    return (f"the halt ({was.run.halt.reason}): a service on SQLite begins without one",)
+def _left_behind(was: Content, found: Content, *, engines: int) -> tuple[str, ...]:
+    left = []
+    if was.run.halt is not None and found.run.halt is None:
+        left.append(f"the halt ({was.run.halt.reason}): a service on SQLite begins without one")
+    if engines:
+        left.append(f"what was asked for by hand at {engines} engines: add and remove them again")
+    return tuple(left)
 
 
 def _store(which: str, url: str) -> Any:

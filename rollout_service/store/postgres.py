@@ -255,11 +255,11 @@ class PostgresStore:
     async def wishes(self) -> Sequence[EngineWish]:
         return await self._look(read.wishes)
 
-    async def fulfil(self, number: int, *, after_s: float) -> None:
-        async def fulfilled(connection: Connection[Record]) -> None:
-            await connection.execute(sql.FULFIL, number, after_s)
+    async def remember_removal(self, number: int) -> None:
+        await self._execute(sql.REMEMBER_REMOVAL, number)
 
-        await self._kept(self._open().run(fulfilled, first=sql.PLAN), shielded=False)
+    async def forget_removal(self, number: int, *, after_s: float) -> None:
+        await self._execute(sql.FORGET_REMOVAL, number, after_s)
 
     async def expel(self) -> Sequence[str]:
         async def expelled(connection: Connection[Record]) -> tuple[list[str], set[Signal]]:
@@ -321,6 +321,14 @@ class PostgresStore:
             except StoreUnavailable as exc:
                 self._failure = str(exc)
                 raise
+
+    async def _execute(self, statement: str, *arguments: object) -> None:
+        """In a transaction of its own."""
+
+        async def executed(connection: Connection[Record]) -> None:
+            await connection.execute(statement, *arguments)
+
+        await self._kept(self._open().run(executed, first=sql.PLAN), shielded=False)
 
     async def _look(self, work: Callable[[Connection[Record]], Coroutine[Any, Any, T]]) -> T:
         connections = self._open()

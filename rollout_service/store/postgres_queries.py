@@ -427,18 +427,22 @@ WHERE l.policy_version = (SELECT policy_version FROM run WHERE id = 1)
 # --- engines
 
 WISH: Final = """
-INSERT INTO engines (url, wanted, max_inflight, drain_s, asked_at)
-VALUES ($1, $2, $3, $4, extract(epoch FROM clock_timestamp()))
-ON CONFLICT (url) DO UPDATE SET number = DEFAULT, wanted = excluded.wanted,
+INSERT INTO engines (engine_id, url, wanted, max_inflight, drain_s, asked_at)
+VALUES ($1, $2, $3, $4, $5, extract(epoch FROM clock_timestamp()))
+ON CONFLICT (engine_id) DO UPDATE SET number = DEFAULT, url = excluded.url, wanted = excluded.wanted,
     max_inflight = CASE WHEN engines.wanted AND excluded.wanted
         THEN coalesce(excluded.max_inflight, engines.max_inflight) ELSE excluded.max_inflight END,
     drain_s = excluded.drain_s, asked_at = excluded.asked_at
-RETURNING url, number, wanted, max_inflight, drain_s
+RETURNING engine_id, url, number, wanted, max_inflight, drain_s
 """
 
-READ_WISHES: Final = "SELECT url, number, wanted, max_inflight, drain_s FROM engines ORDER BY number"
+READ_WISHES: Final = "SELECT engine_id, url, number, wanted, max_inflight, drain_s FROM engines ORDER BY number"
 
-FULFIL: Final = """
+REMEMBER_REMOVAL: Final = """
+UPDATE engines SET asked_at = extract(epoch FROM clock_timestamp()) WHERE number = $1 AND NOT wanted
+"""
+
+FORGET_REMOVAL: Final = """
 DELETE FROM engines
 WHERE number = $1 AND NOT wanted AND asked_at < extract(epoch FROM clock_timestamp()) - $2::double precision
 """

@@ -57,6 +57,7 @@ WHERE expires_at > now.s ORDER BY expires_at DESC LIMIT 1
 
 FIND_RUN: Final = """
 SELECT EXISTS (SELECT 1 FROM groups) OR EXISTS (SELECT 1 FROM leases) OR EXISTS (SELECT 1 FROM checkpoints)
+    OR EXISTS (SELECT 1 FROM engines)
     OR policy_version <> 0 OR last_seq <> 0 OR read_position <> 0 OR paused OR final OR halt IS NOT NULL AS used,
     last_seq, policy_version, revision
 FROM run WHERE id = 1
@@ -159,6 +160,11 @@ class PostgresSource:
         with one_line(self._server):
             found, _, _ = await postgres_read.run(self._connection)
         return replace(found, revision=0, taken=0)
+
+    async def engines(self) -> int:
+        with one_line(self._server):
+            found: int = await self._connection.fetchval("SELECT count(*) FROM engines")
+        return found
 
     async def rows(self, table: Table) -> AsyncIterator[Sequence[Row]]:
         with one_line(self._server):

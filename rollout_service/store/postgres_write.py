@@ -188,7 +188,7 @@ async def write_run(connection: Connection[Record], run: RunState) -> None:
 async def write_wish(connection: Connection[Record], wish: EngineWish) -> EngineWish:
     """What is kept of it."""
     limit = None if wish.max_inflight is None else str(wish.max_inflight)
-    row = await connection.fetchrow(sql.WISH, wish.url, wish.wanted, limit, float(wish.drain_s))
+    row = await connection.fetchrow(sql.WISH, wish.engine_id, wish.url, wish.wanted, limit, float(wish.drain_s))
     assert row is not None  # noqa: S101 - for mypy: it returns what it wrote
     return wish_from(row)
 

@@ -62,6 +62,9 @@ class Source(Protocol):
     def rows(self, table: Table) -> AsyncIterator[Sequence[Row]]:
         """All of them in parts, in any order."""
 
+    async def engines(self) -> int:
+        """Engines that were added or removed by hand: only replicas keep that."""
+
 
 class Target(Source, Protocol):
     """A new store, of which nothing is seen by others before `publish`; as a source it shows what was written."""

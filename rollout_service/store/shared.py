@@ -190,8 +190,11 @@ class SharedStore(Store, Protocol):
     async def wishes(self) -> Sequence[EngineWish]:
         """One an engine, by number. Locks nothing."""
 
-    async def fulfil(self, number: int, *, after_s: float) -> None:
-        """Forget wish `number` where it is the last of its engine, does not want it, and is older than `after_s`."""
+    async def remember_removal(self, number: int) -> None:
+        """The engine of wish `number`, which does not want it, is named somewhere: it is as if it was asked for now."""
+
+    async def forget_removal(self, number: int, *, after_s: float) -> None:
+        """Forget wish `number`, which does not want its engine, where it was not remembered for `after_s`."""
 
     async def expel(self) -> Sequence[str]:
         """Take the claims of every replica whose time is over, and forget it; their names.

@@ -179,11 +179,11 @@ class SharedMemoryStore(MemoryStore):
         def wished(content: SharedContent, now: float) -> list[Signal]:
             nonlocal kept
             content.wished += 1
-            before, limit = content.wishes.get(wish.url), wish.max_inflight
+            before, limit = content.wishes.get(wish.engine_id), wish.max_inflight
             if limit is None and wish.wanted and before is not None and before.wanted:
                 limit = before.max_inflight
             kept = replace(wish, number=content.wished, max_inflight=limit)
-            content.wishes[wish.url], content.wished_at[wish.url] = kept, now
+            content.wishes[wish.engine_id], content.wished_at[wish.engine_id] = kept, now
             return [Signal.ENGINES]
 
         await self._change(wished)
@@ -195,14 +195,22 @@ class SharedMemoryStore(MemoryStore):
         await asyncio.sleep(0)
         return wishes
 
-    async def fulfil(self, number: int, *, after_s: float) -> None:
-        def fulfilled(content: SharedContent, now: float) -> list[Signal]:
-            for url, wish in list(content.wishes.items()):
-                if wish.number == number and not wish.wanted and content.wished_at[url] < now - after_s:
-                    del content.wishes[url], content.wished_at[url]
+    async def remember_removal(self, number: int) -> None:
+        def remembered(content: SharedContent, now: float) -> list[Signal]:
+            for engine_id in content.removed_by(number):
+                content.wished_at[engine_id] = now
             return []
 
-        await self._change(fulfilled)
+        await self._change(remembered)
+
+    async def forget_removal(self, number: int, *, after_s: float) -> None:
+        def forgotten(content: SharedContent, now: float) -> list[Signal]:
+            for engine_id in content.removed_by(number):
+                if content.wished_at[engine_id] < now - after_s:
+                    del content.wishes[engine_id], content.wished_at[engine_id]
+            return []
+
+        await self._change(forgotten)
 
     async def expel(self) -> Sequence[str]:
         names: list[str] = []

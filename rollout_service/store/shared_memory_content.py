@@ -38,7 +38,7 @@ class SharedContent(Content):
     prompt_bytes: int = 0
     replicas: dict[str, SeenReplica] = field(default_factory=dict)
     wishes: dict[str, EngineWish] = field(default_factory=dict)
-    """By URL."""
+    """By engine."""
     wished_at: dict[str, float] = field(default_factory=dict)
     wished: int = 0
     """The newest number of a wish."""
@@ -51,6 +51,10 @@ class SharedContent(Content):
     def whole(self) -> Whole:
         counts = {state: self.counts.get(state, 0) or self.run.ended.get(state, 0) for state in GroupState}
         return Whole(counts=counts, held_bytes=self.held_bytes, prompt_bytes=self.prompt_bytes)
+
+    def removed_by(self, number: int) -> list[str]:
+        """The engine that wish `number` does not want, or none."""
+        return [wish.engine_id for wish in self.wishes.values() if wish.number == number and not wish.wanted]
 
     def claimed(self, seq: int) -> Claimed:
         owner, claim = self.claims.get(seq, NOBODY)

@@ -80,6 +80,9 @@ class SqliteSource:
             )
         )
 
+    async def engines(self) -> int:
+        return 0
+
     async def rows(self, table: Table) -> AsyncIterator[Sequence[Row]]:
         with sqlite_file.config_errors(self._path, "read"):
             found: Iterator[Row] = iter(self._connection.execute(READ[table]))

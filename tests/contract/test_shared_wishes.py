@@ -9,15 +9,16 @@ from rollout_service.core.shared import EngineWish
 from rollout_service.store.shared import SharedStore, Signal
 from tests.contract.shared_stores import WAIT_S
 
+AGE_S = 0.2
 ONE, TWO = "http://10.0.0.1:8000", "https://engines.example/two"
 
 
 def added(url: str, max_inflight: int | str | None = None) -> EngineWish:
-    return EngineWish(url=url, wanted=True, max_inflight=max_inflight)
+    return EngineWish(engine_id=f"e-{url}", url=url, wanted=True, max_inflight=max_inflight)
 
 
 def removed(url: str, drain_s: float = 30.0) -> EngineWish:
-    return EngineWish(url=url, wanted=False, drain_s=drain_s)
+    return EngineWish(engine_id=f"e-{url}", url=url, wanted=False, drain_s=drain_s)
 
 
 async def test_wishes_are_kept_with_numbers_that_rise_and_seen_by_everyone(
@@ -57,16 +58,37 @@ async def test_a_wish_without_a_size_keeps_the_size_while_the_engine_is_wanted(s
 
 async def test_only_an_old_removal_that_is_the_last_word_is_forgotten(store: SharedStore) -> None:
     wanted, gone = await store.wish(added(ONE)), await store.wish(removed(TWO))
-    await store.fulfil(wanted.number, after_s=-1)
-    await store.fulfil(gone.number, after_s=60)
+    await store.forget_removal(wanted.number, after_s=-1)
+    await store.forget_removal(gone.number, after_s=60)
     assert list(await store.wishes()) == [wanted, gone]
     again = await store.wish(removed(TWO))
-    await store.fulfil(gone.number, after_s=-1)
+    await store.forget_removal(gone.number, after_s=-1)
     assert list(await store.wishes()) == [wanted, again]
-    await store.fulfil(again.number, after_s=-1)
-    await store.fulfil(again.number, after_s=-1)
+    await store.forget_removal(again.number, after_s=-1)
+    await store.forget_removal(again.number, after_s=-1)
     assert list(await store.wishes()) == [wanted]
     assert (await store.wish(added(TWO))).number > again.number
+
+
+async def test_a_removal_that_is_remembered_is_as_new(store: SharedStore, other: SharedStore) -> None:
+    async def now() -> float:
+        return (await store.overview()).now
+
+    for _ in range(20):
+        wanted, gone = await store.wish(added(ONE)), await store.wish(removed(TWO))
+        asked = await now()
+        while (begun := await now()) - asked <= AGE_S:
+            await asyncio.sleep(0.01)  # time passes by the store's clock
+        await other.remember_removal(gone.number)
+        await other.remember_removal(wanted.number)
+        await store.forget_removal(gone.number, after_s=AGE_S)
+        if await now() - begun < AGE_S:
+            break  # else it was old again by then: once more
+    assert list(await store.wishes()) == [wanted, gone]
+    while await now() - begun <= 2 * AGE_S:
+        await asyncio.sleep(0.01)
+    await store.forget_removal(gone.number, after_s=AGE_S)
+    assert list(await store.wishes()) == [wanted]
 
 
 async def test_everybody_hears_of_a_wish(store: SharedStore, other: SharedStore) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from rollout_service.core.shared import EngineWish
 from rollout_service.engines.fleet import id_by_address
 from rollout_service.errors import Conflict, EngineRefused, NotFound, StoreUnavailable
 from rollout_service.replicas import engines as shared_engines
@@ -53,7 +54,9 @@ class Fleet:
     def names(self, url: str) -> bool:
         return url in self.named
 
-    async def add_engine(self, url: str, max_inflight: Inflight | None = None) -> tuple[dict[str, Any], bool]:
+    async def add_engine(
+        self, url: str, max_inflight: Inflight | None = None, *, follows: bool = False
+    ) -> tuple[dict[str, Any], bool]:
         self.adds.append((url, max_inflight))
         if url in self.leaving:
             raise Conflict("being removed")
@@ -62,6 +65,8 @@ class Fleet:
             self.there[url] = max_inflight
         if new and url in self.contacting:
             await self.contacting[url].wait()
+            if url not in self.there:
+                raise Conflict("removed before its first contact ended")
         if url in self.wrong:
             del self.there[url]
             raise EngineRefused(self.wrong[url])
@@ -142,16 +147,51 @@ async def test_a_wish_is_followed_once(run: Run):
         assert replica.fleet.adds == [(ONE, "auto")]
 
 
-async def test_one_that_is_leaving_already_is_left_alone(run: Run):
-    one, two = await run.join(there={ONE: 1}), await run.join(there={ONE: 1}, holding=True)
-    leaving = asyncio.create_task(two.fleet.remove_engine(id_by_address(ONE), drain_s=7))
+async def test_a_shorter_drain_that_is_asked_for_later_is_followed_too(run: Run):
+    one, two = await run.join(there={ONE: 1}, holding=True), await run.join(there={ONE: 1}, holding=True)
+    removals = [asyncio.create_task(one.engines.remove_engine(id_by_address(ONE), drain_s=3600))]
     await until(lambda: ONE in two.fleet.leaving)
-    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
-    await two.engines.look()
-    await passes()
-    assert two.fleet.drains == [(ONE, 7)]
+    for replica in (one, two):
+        await replica.engines.look()
+        assert replica.fleet.drains == [(ONE, 3600)], "asked for once"
+    removals.append(asyncio.create_task(two.engines.remove_engine(id_by_address(ONE), drain_s=0)))
+    await until(lambda: one.fleet.drains == two.fleet.drains == [(ONE, 3600), (ONE, 0)])
+    for replica in (one, two):
+        replica.fleet.leaving[ONE].set()
+    assert [answer["url"] for answer in await asyncio.gather(*removals)] == [ONE, ONE]
+
+
+async def test_one_that_is_gone_from_here_can_be_removed_sooner_elsewhere(run: Run):
+    one, two = await run.join(there={ONE: 1}), await run.join(there={ONE: 1}, holding=True)
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=3600)
+    await until(lambda: ONE in two.fleet.leaving)
+    assert await one.engines.remove_engine(id_by_address(ONE), drain_s=0) == {"id": id_by_address(ONE), "url": ONE}
+    await until(lambda: two.fleet.drains == [(ONE, 3600), (ONE, 0)])
     two.fleet.leaving[ONE].set()
-    await leaving
+
+
+async def test_one_that_nobody_could_add_can_be_removed(run: Run):
+    one = await run.join()
+    await one.engines.add_engine(ONE)
+    two = await run.join(wrong={ONE: "serves another model by now"})
+    assert not two.fleet.there
+    await two.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    await until(lambda: not one.fleet.there)
+    adds = len(two.fleet.adds)
+    await two.engines.look()
+    assert len(two.fleet.adds) == adds
+
+
+async def test_one_that_is_wanted_back_while_it_leaves_comes_back_when_it_is_gone(run: Run):
+    one, two = await run.join(there={ONE: 1}), await run.join(there={ONE: 1}, holding=True)
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=60)
+    await until(lambda: ONE in two.fleet.leaving)
+    with capture_logs() as logs:
+        await one.engines.add_engine(ONE, 5)
+        await two.engines.look()
+        two.fleet.leaving[ONE].set()
+        await until(lambda: two.fleet.there == {ONE: 5})
+    assert not [entry for entry in logs if entry["event"] == "engine_not_added"]
 
 
 async def test_an_engine_removed_at_one_leaves_all_with_the_same_drain(run: Run):
@@ -184,19 +224,37 @@ async def test_a_start_does_not_wait_for_ever_for_an_engine(run: Run, monkeypatc
 
 
 async def test_one_that_was_removed_stays_out_wherever_it_is_named_until_it_is_added(run: Run):
-    one, two = await run.join(there={ONE: 1}, named={ONE}), await run.join(there={ONE: 1}, named={ONE})
+    one, two = await run.join(there={ONE: 1}, named={ONE}), await run.join(there={ONE: 1})
     await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
-    await until(lambda: not two.fleet.there)
+    assert one.engines.keeps_out(ONE)
+    await until(lambda: not two.fleet.there and two.engines.keeps_out(ONE))
     two.fleet.there[ONE] = 1  # found where engines are listed
-    run.clock.now += 10 * FORGET_S
     await two.engines.look()
     await until(lambda: not two.fleet.there)
+    for _ in range(5):  # as long as one of them finds it named, and however often the other does not
+        run.clock.now += FORGET_S / 2
+        await one.engines.look()
+        await two.engines.look()
     assert len(await two.store.wishes()) == 1
+    late = await run.join(there={ONE: 1})
+    await until(lambda: not late.fleet.there)
     await two.engines.add_engine(ONE)
-    await until(lambda: ONE in one.fleet.there)
+    assert not two.engines.keeps_out(ONE)
+    await until(lambda: ONE in one.fleet.there and ONE in late.fleet.there)
     await two.engines.look()
     await passes()
     assert ONE in two.fleet.there
+
+
+async def test_what_stays_out_is_known_before_the_fleet_starts(run: Run):
+    one = await run.join(there={ONE: 1, TWO: 1})
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    store = run.memory.store()
+    await store.open()
+    engines = SharedEngines(store, Fleet())
+    await engines.read()
+    assert [engines.keeps_out(url) for url in (ONE, "http://10.0.0.1:8000/", TWO)] == [True, True, False]
+    await store.close()
 
 
 async def test_a_removal_is_forgotten_once_nothing_names_the_engine_and_everybody_has_seen_it(run: Run):
@@ -206,8 +264,14 @@ async def test_a_removal_is_forgotten_once_nothing_names_the_engine_and_everybod
     await one.engines.look()
     assert len(await one.store.wishes()) == 1, "it is still named here"
     one.fleet.named.clear()
+    await two.engines.look()
     await one.engines.look()
+    assert len(await one.store.wishes()) == 1, "it was named a moment ago"
+    run.clock.now += 2 * FORGET_S
+    await two.engines.look()
     assert len(await one.store.wishes()) == 0
+    await one.engines.look()
+    assert not one.engines.keeps_out(ONE)
     two.fleet.there[ONE] = 1  # another engine at the same address
     await two.engines.look()
     await passes()
@@ -249,6 +313,7 @@ async def test_an_engine_that_is_refused_is_wanted_by_nobody(run: Run):
         await one.engines.add_engine(ONE)
     with pytest.raises(NotFound, match="no engine 'e-0'"):
         await one.engines.remove_engine("e-0", drain_s=0)
+    assert not one.fleet.there
     assert len(await one.store.wishes()) == 0
 
 
@@ -273,6 +338,100 @@ async def test_an_answer_that_is_lost_leaves_what_was_written_down(run: Run):
     await one.engines.look()
     await until(lambda: ONE in two.fleet.there)
     assert ONE in one.fleet.there
+
+
+async def test_one_that_is_named_by_now_is_not_undone(run: Run):
+    one = await run.join()
+    run.memory.broken = "no space left"
+    with pytest.raises(StoreUnavailable):
+        await one.engines.add_engine(ONE)
+    one.fleet.named.add(ONE)
+    run.memory.broken = None
+    await one.engines.look()
+    await passes()
+    assert ONE in one.fleet.there
+
+
+async def test_a_look_that_was_begun_before_a_call_does_not_undo_it(run: Run):
+    one = await run.join(there={ONE: 1})
+    await one.engines.add_engine(ONE, 4)
+    read, hold = one.store.wishes, asyncio.Event()
+
+    async def slow() -> Any:
+        found = await read()
+        await hold.wait()
+        return found
+
+    one.store.wishes = slow  # type: ignore[method-assign]
+    look = asyncio.create_task(one.engines.look())
+    await passes()
+    one.store.wishes = read  # type: ignore[method-assign]
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    await one.engines.add_engine(TWO)
+    hold.set()
+    await look
+    assert one.engines.keeps_out(ONE)
+    await passes()
+    assert one.fleet.there == {TWO: None}
+    assert one.fleet.adds == [(ONE, 4), (TWO, None)]
+
+
+async def test_of_sizes_asked_for_together_all_have_the_one_that_was_written_last(run: Run):
+    one, two = await run.join(), await run.join()
+    await one.engines.add_engine(ONE, 1)
+    await asyncio.gather(*(replica.engines.add_engine(ONE, size) for size in (5, 9, 3) for replica in (one, two)))
+    (last,) = await one.store.wishes()
+    await until(lambda: one.fleet.there == two.fleet.there == {ONE: last.max_inflight})
+    three = await run.join()
+    await three.fleet.add_engine(TWO)  # known here only, and asked for by another before it has followed
+    await one.engines.add_engine(TWO, 7)
+    await three.engines.add_engine(TWO)
+    await until(lambda: three.fleet.there[TWO] == one.fleet.there[TWO] == 7)
+
+
+async def test_sizes_that_are_written_in_another_order_than_they_were_taken(run: Run):
+    one, two = await run.join(), await run.join()
+    await one.engines.add_engine(ONE, 1)
+    write, hold = one.store.wish, asyncio.Event()
+
+    async def slow(wish: EngineWish) -> EngineWish:
+        await hold.wait()
+        return await write(wish)
+
+    one.store.wish = slow  # type: ignore[method-assign]
+    first = asyncio.create_task(one.engines.add_engine(ONE, 5))
+    await until(lambda: one.fleet.there[ONE] == 5)
+    one.store.wish = write  # type: ignore[method-assign]
+    await one.engines.add_engine(ONE, 9)
+    hold.set()
+    await first
+    await until(lambda: one.fleet.there == two.fleet.there == {ONE: 5})
+
+
+async def test_what_is_asked_for_elsewhere_during_a_call_that_fails_is_followed_at_once(run: Run):
+    contact = asyncio.Event()
+    one, two = await run.join(contacting={ONE: contact}, wrong={ONE: "starts"}), await run.join()
+    adding = asyncio.create_task(one.engines.add_engine(ONE))
+    await until(lambda: ONE in one.fleet.there)
+    await two.engines.add_engine(ONE, 5)
+    await passes()
+    contact.set()
+    with pytest.raises(EngineRefused):
+        await adding
+    del one.fleet.wrong[ONE]
+    await until(lambda: one.fleet.there == {ONE: 5}, within_s=shared_engines.LOOK_S / 2)
+
+
+async def test_one_that_is_removed_during_its_first_contact_is_no_warning(run: Run):
+    one, two = await run.join(), await run.join(contacting={ONE: asyncio.Event()})
+    with capture_logs() as logs:
+        await one.engines.add_engine(ONE)
+        await until(lambda: ONE in two.fleet.there)
+        await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+        await until(lambda: not two.fleet.there)
+        two.fleet.contacting[ONE].set()
+        await passes()
+    assert not [entry for entry in logs if entry["event"] == "engine_not_added"]
 
 
 async def test_a_look_does_not_undo_a_call_that_is_under_way(run: Run):

@@ -13,6 +13,7 @@ import aiohttp
 
 from rollout_service.simulator import Simulator, SimulatorSettings
 from tests.durability.lives import Lives
+from tests.engine_script import ScriptedEngine
 from tests.postgres_cluster import Cluster
 from tests.replicas_chaos.member import Member
 from tests.service import free_port, tables, to_toml
@@ -68,13 +69,18 @@ async def test_engines_come_and_go_at_all_replicas_through_any_of_them(
     herd: list[Lives], postgres: Cluster, tmp_path: Path
 ):
     slow = SimulatorSettings(latency=0.02)
-    async with postgres.database() as url, Simulator(slow) as first, Simulator(slow) as second:
+    async with (
+        postgres.database() as url,
+        Simulator(slow) as first,
+        Simulator(slow) as second,
+        ScriptedEngine() as wrong,
+    ):
         members = [Member(lives, tmp_path / f"replica-{n}", free_port()) for n, lives in enumerate(herd[:2])]
         for member in members:
             member.directory.mkdir()
             values = tables(
                 member.directory,
-                [first.url],
+                [first.url, wrong.url],
                 server={"port": member.port},
                 store={"url": url},
                 replica={"name": member.name, "lease_s": 2},
@@ -85,6 +91,11 @@ async def test_engines_come_and_go_at_all_replicas_through_any_of_them(
             (member.directory / "lengths.py").write_text(LENGTHS)
             (member.directory / "rollout.toml").write_text(to_toml(values))
         async with kept_alive(members) as (one, two):
+            # What a removed engine has become by then keeps no replica from starting.
+            status, _ = await two.call("DELETE", f"/engines/{(await two.engines())[wrong.url][0]}?drain_s=0")
+            assert status == 200
+            await asyncio.gather(one.sees(first.url), two.sees(first.url))
+            wrong.models_status = 404
             status, added = await one.call("POST", "/engines", {"url": second.url, "max_inflight": 4})
             assert (status, added["url"], added["max_inflight"]) == (201, second.url, 4)
             await two.sees(first.url, second.url)

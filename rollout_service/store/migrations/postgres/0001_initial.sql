@@ -53,7 +53,8 @@ CREATE TABLE batches (
 -- What operators asked for at engines, through the API of any replica: the last of each engine. One that is removed, and
 -- that nothing names any more, is forgotten.
 CREATE TABLE engines (
-    url          text             PRIMARY KEY,
+    engine_id    text             PRIMARY KEY,
+    url          text             NOT NULL,
     number       bigint           NOT NULL GENERATED ALWAYS AS IDENTITY UNIQUE,
     wanted       boolean          NOT NULL,
     max_inflight text,
