@@ -27,7 +27,7 @@ from rollout_service.core.changes import Halt
 from rollout_service.core.group import LeaseState
 from rollout_service.core.model import TERMINAL, DropReason, GroupState, Prompt
 from rollout_service.core.records import Batch, NewGroup, RunState
-from rollout_service.core.shared import Replica
+from rollout_service.core.shared import EngineWish, Replica
 from rollout_service.core.streaks import Streak
 from rollout_service.errors import ConfigError
 from rollout_service.store import SqliteStore, Store, open_store, sqlite_admin, sqlite_file
@@ -232,6 +232,34 @@ async def test_between_databases_what_only_replicas_know_moves_too_and_no_claim_
     assert (await copy_store(database, file(tmp_path))).left_behind == (
         "the halt (failed_groups): a service on SQLite begins without one",
     )
+
+
+async def test_what_was_asked_for_at_engines_is_said_to_be_left_behind_and_none_of_it_is_taken_over(
+    database: str, other_database: str, tmp_path: Path
+) -> None:
+    await filled(other_database)
+    store = PostgresStore(other_database, max_staleness=MAX_STALENESS)
+    await store.open()
+    for name, wanted in (("a", True), ("b", False)):
+        await store.wish(EngineWish(engine_id=f"e-{name}", url=f"http://{name}:8000", wanted=wanted))
+    await store.close()
+    said = ("what was asked for by hand at 2 engines: add and remove them again",)
+    assert (await copy_store(other_database, database)).left_behind == said
+    assert (await copy_store(other_database, file(tmp_path))).left_behind == said
+    store = PostgresStore(database, max_staleness=MAX_STALENESS)
+    await store.open()
+    assert list(await store.wishes()) == []
+    await store.close()
+
+
+async def test_a_database_in_which_somebody_asked_for_engines_is_no_new_one(database: str, tmp_path: Path) -> None:
+    await filled(file(tmp_path))
+    store = PostgresStore(database, max_staleness=MAX_STALENESS)
+    await store.open()
+    await store.wish(EngineWish(engine_id="e-a", url="http://a:8000", wanted=True))
+    await store.close()
+    with pytest.raises(ConfigError, match="is not empty"):
+        await copy_store(file(tmp_path), database)
 
 
 async def test_the_source_is_not_changed_by_a_byte_even_where_its_log_was_not_copied_back_yet(
