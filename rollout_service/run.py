@@ -1,13 +1,12 @@
 """The run that a configuration describes: its rules in the core's words, and who keeps it.
 
-What always holds: replicas agree on what `rules_digest` digests, because each judges groups that others opened.
+What always holds: replicas agree on `agreed_rules`, because each judges groups that others opened.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from hashlib import sha256
 
 from rollout_service import __version__
 from rollout_service.core.advantages import AdvantageMethod
@@ -52,7 +51,7 @@ def make_orchestrator(
             name=settings.replica.name or f"{socket.gethostname()}:{settings.server.port}",
             lease_s=settings.replica.lease_s,
             service=__version__,
-            rules=rules_digest(settings),
+            rules=agreed_rules(settings),
         ),
         store=open_shared_store(
             store.url,
@@ -77,8 +76,8 @@ def engine_counts(fleet: Fleet) -> tuple[int, int]:
     return len(healthy), sum(healthy)
 
 
-def rules_digest(settings: Settings) -> str:
-    """Of what replicas of a run must agree on, because each judges groups that others opened."""
+def agreed_rules(settings: Settings) -> str:
+    """What replicas of a run must agree on, because each judges groups that others opened; as JSON in one form."""
     agreed = {
         "mode": settings.mode,
         "groups": settings.groups.model_dump(),
@@ -87,7 +86,7 @@ def rules_digest(settings: Settings) -> str:
         "teachers": [teacher.model_dump(include={"id", "top_k"}) for teacher in settings.teachers],
         "prompts": settings.prompts.model_dump(include={"epochs"}) if settings.prompts.path else {},
     }
-    return sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+    return json.dumps(agreed, sort_keys=True)
 
 
 def rules(settings: Settings) -> Rules:

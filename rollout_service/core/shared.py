@@ -69,7 +69,7 @@ class Replica:
     service: str
     """Version of the service."""
     rules: str
-    """Digest of the rules that must be equal for all replicas of a run."""
+    """What must be equal for all replicas of a run, as JSON in one form."""
     prompts: str = ""
     """Fingerprint of its prompts file; must be equal for all that have one."""
     slots: int = 0

@@ -64,7 +64,7 @@ class ReplicaSettings:
     service: str = ""
     """Version of the service."""
     rules: str = ""
-    """Digest of what must be equal for all replicas of a run."""
+    """What must be equal for all replicas of a run, as JSON in one form."""
 
 
 class ReplicaOrchestrator(PromptCalls, LeaseCalls, GroupCalls, CheckpointCalls):

@@ -26,6 +26,7 @@ from rollout_service.store import postgres_schema
 from rollout_service.store.postgres_connections import Connections, notification
 from rollout_service.store.postgres_transaction import PostgresTransaction
 from rollout_service.store.postgres_write import BatchWriter, refusals, write_ends, write_run, write_wish
+from rollout_service.store.rivals import check_rival
 from rollout_service.store.shared import Signal, Transaction
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class PostgresStore:
         async def joined(connection: Connection[Record]) -> None:
             await connection.fetchval(sql.LOCK_NAME, "join")
             for row in await connection.fetch(sql.READ_RIVALS, replica.replica_id):
-                _check_rival(replica, row, self.name)
+                check_rival(replica, **row, run=f"store {self.name}")
             await connection.execute(sql.JOIN, *read.replica_row(replica), lease_s)
 
         await self._kept(self._open().run(joined, first=sql.PLAN), shielded=False)
@@ -369,13 +370,3 @@ class PostgresStore:
 def _told(signals: Collection[Signal]) -> str:
     """SQL that tells the urgent ones."""
     return "; ".join(notification(signal.value) for signal in signals if signal in URGENT)
-
-
-def _check_rival(replica: Replica, other: Record, name: str) -> None:
-    if other["rules"] != replica.rules:
-        raise ConfigError(
-            f"store {name}: replica {other['name']} runs with other rules (models, groups, sampling, rewards …); all"
-            " replicas of a run need the same configuration"
-        )
-    if replica.prompts and other["prompts"] and other["prompts"] != replica.prompts:
-        raise ConfigError(f"store {name}: replica {other['name']} reads another prompts file")

@@ -450,7 +450,7 @@ WHERE number = $1 AND NOT wanted AND asked_at < extract(epoch FROM clock_timesta
 # --- replicas
 
 READ_RIVALS: Final = """
-SELECT name, service, rules, prompts FROM replicas
+SELECT name, rules, prompts FROM replicas
 WHERE replica_id <> $1 AND expires_at > extract(epoch FROM clock_timestamp()) ORDER BY started_at, replica_id
 """
 

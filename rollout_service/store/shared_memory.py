@@ -17,8 +17,9 @@ from typing import TypeVar
 
 from rollout_service.core.records import Batch
 from rollout_service.core.shared import EngineWish, Overview, Replica, SeenReplica, SharedRun, Whole
-from rollout_service.errors import ConfigError, StoreUnavailable
+from rollout_service.errors import StoreUnavailable
 from rollout_service.store.memory import MemoryStore
+from rollout_service.store.rivals import check_rival
 from rollout_service.store.shared import Signal, Transaction
 from rollout_service.store.shared_memory_content import SharedContent
 from rollout_service.store.shared_memory_transaction import MemoryTransaction
@@ -143,12 +144,7 @@ class SharedMemoryStore(MemoryStore):
                 other = seen.replica
                 if seen.expires_at <= now or other.replica_id == replica.replica_id:
                     continue
-                if other.rules != replica.rules:
-                    raise ConfigError(f"replica {other.name} of this run has other rules than {replica.name}")
-                if other.prompts and replica.prompts and other.prompts != replica.prompts:
-                    raise ConfigError(
-                        f"replica {other.name} of this run reads another prompts file than {replica.name}"
-                    )
+                check_rival(replica, name=other.name, rules=other.rules, prompts=other.prompts, run="this run")
             content.replicas[replica.replica_id] = SeenReplica(
                 replica=replica, started_at=now, seen_at=now, expires_at=now + lease_s
             )
