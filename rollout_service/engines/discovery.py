@@ -98,6 +98,8 @@ class Discovery:
         """Of each listed engine that was a member at the last look: its id."""
         self._ours: dict[Key, Engine] = {}
         """Of those that were added here."""
+        self._by_hand: set[Key] = set()
+        """Members somebody asked for."""
         self._kept_out: set[Key] = set()
         """Listed, and removed by an operator."""
         self._said: dict[Key, str] = {}
@@ -138,6 +140,10 @@ class Discovery:
     def listed(self, key: Key) -> EngineSpec | None:
         """The engine as the first source that lists it does, by its last look that succeeded."""
         return next((place.listed[key] for place in self._places if key in place.listed), None)
+
+    def leave_alone(self, key: Key) -> None:
+        """Somebody asked for the engine, which is a member: it stays when no source lists it any more."""
+        self._by_hand.add(key)
 
     @property
     def is_complete(self) -> bool:
@@ -194,6 +200,7 @@ class Discovery:
             listed.update(place.listed)
         there = {same_engine(member.engine.url): member for member in self._engines}
         self._kept_out &= listed.keys()
+        self._by_hand &= there.keys()
         self._said = {key: why for key, why in self._said.items() if key in listed}
         for key in self._members.keys() - listed.keys() - self._changes.keys():
             self._unlisted(key, there.get(key))
@@ -218,7 +225,7 @@ class Discovery:
     def _unlisted(self, key: Key, member: Engine | None) -> None:
         ours = self._ours.get(key)
         self._forget(key)
-        if member is not None and not member.leaving and member is ours:
+        if member is not None and not member.leaving and member is ours and key not in self._by_hand:
             log.info("engine_listed_no_more", id=member.engine.id, engine=member.engine.url)
             self._begin(key, self._remove(member))
 

@@ -216,6 +216,7 @@ class Fleet:
         if max_inflight is not None:
             spec = replace(spec, max_inflight=max_inflight)
         member, new = await self._members.add(spec, resize=max_inflight is not None)
+        self._discovery.leave_alone(same_engine(spec.url))
         return member.describe(), new
 
     async def remove_engine(self, id: str, *, drain_s: float) -> dict[str, Any]:
@@ -225,6 +226,11 @@ class Fleet:
         another engine, which counts as no attempt. Raises NotFound.
         """
         return (await self._members.remove(id, drain_s=drain_s)).describe()
+
+    @property
+    def most(self) -> int:
+        """Engines there may be in all."""
+        return self._settings.max_engines
 
     def names(self, url: str) -> bool:
         """Whether the configuration, or a list it names, has the engine; True as long as not all lists were read."""

@@ -39,6 +39,10 @@ Description = dict[str, Any]
 class Fleet(Protocol):
     """The engines of this replica. An engine has the same id in all of them."""
 
+    @property
+    def most(self) -> int:
+        """Engines there may be in all."""
+
     def describe(self) -> list[Description]:
         """One dict an engine: id, url, leaving …"""
 
@@ -114,15 +118,17 @@ class SharedEngines:
     # calls
 
     async def add_engine(self, url: str, max_inflight: Inflight | None = None) -> tuple[Description, bool]:
-        """As the fleet's; the engine is contacted from here first, and the other replicas follow."""
+        """As the fleet's; the engine is contacted from here first, and the other replicas follow. Raises Conflict, too,
+        where others are asked for at the same time, and there is no room for all."""
         with self._calling(_spelled(url)):
             description, new = await self._fleet.add_engine(url, max_inflight)
             where = one_spelling(description["url"])
-            if new:  # where it cannot be written down, the next look finds that nobody wants it
+            if new:  # where it cannot be written down, the look after this call finds that nobody wants it
                 self._ours.add(where)
-            wish = await self._store.wish(
-                EngineWish(engine_id=description["id"], url=where, wanted=True, max_inflight=max_inflight)
-            )
+                self._skipped.add(where)
+            wish = EngineWish(engine_id=description["id"], url=where, wanted=True, max_inflight=max_inflight)
+            named = [each["id"] for each in self._fleet.describe() if one_spelling(each["url"]) not in self._ours]
+            wish = await self._store.wish(wish, beside=named, most=self._fleet.most)
             self._out.discard(where)
             if where not in self._crossed and wish.max_inflight == max_inflight:
                 self._followed[where] = wish.number
@@ -227,11 +233,9 @@ class SharedEngines:
         where = wish.url
         if where in self._adding or (here is not None and here["leaving"]):
             self._skipped.add(where)
-        elif here is None or (wish.max_inflight is not None and self._followed.get(where) != wish.number):
+        elif here is None or self._followed.get(where) != wish.number:
             task = self._adding[where] = asyncio.create_task(self._add(wish), name="shared-engines-add")
             task.add_done_callback(lambda _: self._added(where))
-        else:
-            self._followed[where] = wish.number
 
     def _refuse(self, wish: EngineWish, here: Mapping[str, Any] | None) -> None:
         self._ours.discard(wish.url)

@@ -19,7 +19,11 @@ from pydantic_core import ErrorDetails
 TABLE = "a table"
 """What a mapping is called in TOML; in JSON it is an object."""
 MAX_SHOWN = 80
-"""Characters of a refused value that are shown."""
+"""Characters of a refused value that are shown, and of a key."""
+MAX_READ = 4096
+"""Of a refused value that are looked at."""
+MAX_NAME = 64
+"""Of an unknown key for which a resembling one is looked for, at a cost that grows with its square."""
 
 _EXPECTED: Mapping[str, str] = {
     "bool_type": "expected true or false",
@@ -46,6 +50,7 @@ NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]*$"
 """A pattern: text without control characters, and without those that turn the direction of what is shown after them."""
 _PATTERNS: Mapping[str, str] = {NO_CONTROLS: "text without control characters"}
 _CREDENTIALS = re.compile(r"//.*@", re.DOTALL)
+_REST = re.compile(r"//(?!\*\*\*@).*", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +80,7 @@ def dotted(path: Sequence[str | int]) -> str:
     """("engines", 0, "url") → `engines[0].url`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{_cut(part)}"
     return text
 
 
@@ -84,10 +89,16 @@ def shown(value: Any, *, table: str = TABLE) -> str:
     if isinstance(value, dict | list):
         return table if isinstance(value, dict) else "a list"
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value[:MAX_READ] if isinstance(value, str) else value, ensure_ascii=False)
     except (TypeError, ValueError):  # a date of TOML, an integer too long to print: no JSON form
         text = f"a {type(value).__name__}"
-    text = printable(_CREDENTIALS.sub("//***@", text))
+    text = _CREDENTIALS.sub("//***@", text)
+    if isinstance(value, str) and len(value) > MAX_READ:
+        text = _REST.sub("//", text)  # what was not read may have the end of the credentials
+    return _cut(printable(text))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
 
 
@@ -130,7 +141,7 @@ def wrong_with(details: ErrorDetails, names: Iterable[str] = (), *, table: str =
 
 def near(name: str, names: Iterable[str]) -> str:
     """`; did you mean x?` where one of `names` resembles `name`, else nothing."""
-    matches = get_close_matches(name, list(names), n=1)
+    matches = get_close_matches(name, list(names), n=1) if len(name) <= MAX_NAME else []
     return f"; did you mean {matches[0]}?" if matches else ""
 
 

@@ -26,7 +26,7 @@ from rollout_service.store import postgres_schema
 from rollout_service.store.postgres_connections import Connections, notification
 from rollout_service.store.postgres_transaction import PostgresTransaction
 from rollout_service.store.postgres_write import BatchWriter, refusals, write_ends, write_run, write_wish
-from rollout_service.store.rivals import check_rival
+from rollout_service.store.rivals import check_rival, check_room
 from rollout_service.store.shared import Signal, Transaction
 
 if TYPE_CHECKING:
@@ -243,10 +243,13 @@ class PostgresStore:
             self._tell(signals)
         return known
 
-    async def wish(self, wish: EngineWish) -> EngineWish:
+    async def wish(self, wish: EngineWish, *, beside: Collection[str] = (), most: int | None = None) -> EngineWish:
         async def wished(connection: Connection[Record]) -> EngineWish:
             # The numbers are in the order of the commits: nobody may look and see a later one alone.
             await connection.fetchval(sql.LOCK_NAME, "engines")
+            if most is not None:
+                wanted = [row["engine_id"] for row in await connection.fetch(sql.READ_WANTED)]
+                check_room({wish.engine_id, *wanted, *beside}, most)
             return await write_wish(connection, wish)
 
         kept = await self._kept(self._open().run(wished, first=sql.PLAN), shielded=False)

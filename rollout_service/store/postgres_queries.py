@@ -436,6 +436,8 @@ ON CONFLICT (engine_id) DO UPDATE SET number = DEFAULT, url = excluded.url, want
 RETURNING engine_id, url, number, wanted, max_inflight, drain_s
 """
 
+READ_WANTED: Final = "SELECT engine_id FROM engines WHERE wanted"
+
 READ_WISHES: Final = "SELECT engine_id, url, number, wanted, max_inflight, drain_s FROM engines ORDER BY number"
 
 REMEMBER_REMOVAL: Final = """

@@ -1,13 +1,14 @@
-"""Which replicas may share a run: those that judge its groups alike, and read the same prompts."""
+"""What may be in a run that replicas share: those that judge its groups alike and read the same prompts, and as many
+engines as each of them may have."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from rollout_service.core.shared import Replica
-from rollout_service.errors import ConfigError
+from rollout_service.errors import ConfigError, Conflict
 
 MAX_TOLD = 5
 """Differences in one message."""
@@ -23,6 +24,15 @@ def check_rival(replica: Replica, *, name: str, rules: str, prompts: str, run: s
         raise ConfigError(f"{run}: replica {name} has other rules: {told}; all replicas of a run need the same")
     if replica.prompts and prompts and prompts != replica.prompts:
         raise ConfigError(f"{run}: replica {name} reads another prompts file")
+
+
+def check_room(engines: Collection[str], most: int) -> None:
+    """Raises Conflict where `engines` (ids) are more than a replica may have."""
+    if len(engines) > most:
+        raise Conflict(
+            f"with those asked for at other replicas there would be {len(engines)} engines, and"
+            f" registration.max_engines is {most}"
+        )
 
 
 def differences(here: str, there: str) -> list[str]:

@@ -181,10 +181,11 @@ class SharedStore(Store, Protocol):
     async def beat(self, replica: Replica, *, lease_s: float, signal: Signal | None = None) -> bool:
         """Extend the replica's claims to `lease_s` from now and keep what it says of itself; False: it was expelled."""
 
-    async def wish(self, wish: EngineWish) -> EngineWish:
+    async def wish(self, wish: EngineWish, *, beside: Collection[str] = (), most: int | None = None) -> EngineWish:
         """Keep it in place of an earlier one of that engine, and signal ENGINES; what is kept, with its number.
 
-        One that says no `max_inflight` keeps that of the earlier one, where both want the engine.
+        One that says no `max_inflight` keeps that of the earlier one, where both want the engine. Raises Conflict where
+        the wanted engines and those `beside` them (ids) would be more than `most`.
         """
 
     async def wishes(self) -> Sequence[EngineWish]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from rollout_service.core.records import Batch
 from rollout_service.core.shared import EngineWish, Overview, Replica, SeenReplica, SharedRun, Whole
 from rollout_service.errors import StoreUnavailable
 from rollout_service.store.memory import MemoryStore
-from rollout_service.store.rivals import check_rival
+from rollout_service.store.rivals import check_rival, check_room
 from rollout_service.store.shared import Signal, Transaction
 from rollout_service.store.shared_memory_content import SharedContent
 from rollout_service.store.shared_memory_transaction import MemoryTransaction
@@ -169,11 +169,14 @@ class SharedMemoryStore(MemoryStore):
         await self._change(seen)
         return known
 
-    async def wish(self, wish: EngineWish) -> EngineWish:
+    async def wish(self, wish: EngineWish, *, beside: Collection[str] = (), most: int | None = None) -> EngineWish:
         kept = wish
 
         def wished(content: SharedContent, now: float) -> list[Signal]:
             nonlocal kept
+            if most is not None:
+                wanted = [each.engine_id for each in content.wishes.values() if each.wanted]
+                check_room({wish.engine_id, *wanted, *beside}, most)
             content.wished += 1
             before, limit = content.wishes.get(wish.engine_id), wish.max_inflight
             if limit is None and wish.wanted and before is not None and before.wanted:

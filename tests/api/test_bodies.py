@@ -153,6 +153,26 @@ async def test_a_422_says_what_was_expected_and_what_was_there(service: Service,
     assert is_problem(await service.post(path, content), 422, "invalid-field")["detail"] == detail
 
 
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/leases", {"max_groups": 1, "k" * 1_000_000: 1}),
+        ("/leases", {f"{n}{'k' * 100_000}": 1 for n in range(60)}),
+        ("/leases", {"max_groups": 1, "consumer": "k" * 1_000_000}),
+        ("/leases", {"max_groups": "k" * 1_000_000}),
+        ("/policy_version", {"version": 1, "weights": {"path": "/w", "k" * 1_000_000: 1}}),
+        ("/prompts", {"prompts": [{"prompt": "x", "sampling": {"k" * 1_000_000: 1}}]}),
+        ("/prompts", {"prompts": [{"prompt": "x", "k" * 1_000_000: 1}]}),
+        ("/engines", {"url": "http://" + "k" * 1_000_000}),
+        ("/engines", {"url": "http://e", "max_inflight": "k" * 1_000_000}),
+    ],
+)
+async def test_a_refusal_is_short_however_long_what_it_refuses(service: Service, path: str, content: Any):
+    answer = await service.post(path, content)
+    assert answer.status_code in (403, 422)
+    assert len(answer.content) < 1000
+
+
 async def test_ten_thousand_prompts_are_the_most_of_one_call(service: Service):
     rows = [{"prompt": "x"}] * 10_001
     document = is_problem(await service.post("/prompts", {"prompts": rows}), 422, "invalid-field")

@@ -70,6 +70,13 @@ async def test_query_parameters_are_exact(service: Service, query: str, field: s
     assert (document["field"], document["detail"]) == (field, f"{field}: {what}")
 
 
+async def test_a_refused_query_is_told_in_short(service: Service):
+    for query in ("k" * 20_000 + "=1", "limit=" + "k" * 20_000, "after=" + "9" * 20_000):
+        answer = await service.http.get(f"/groups?{query}")
+        assert answer.status_code == 422
+        assert len(answer.content) < 1000
+
+
 async def test_a_lower_version_is_a_409_and_changes_nothing(service: Service):
     await service.post("/policy_version", {"version": 5})
     is_problem(await service.post("/policy_version", {"version": 4}), 409, "conflict")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from rollout_service.core.shared import EngineWish
+from rollout_service.errors import Conflict
 from rollout_service.store.shared import SharedStore, Signal
 from tests.contract.shared_stores import WAIT_S
 
@@ -89,6 +92,17 @@ async def test_a_removal_that_is_remembered_is_as_new(store: SharedStore, other:
         await asyncio.sleep(0.01)
     await store.forget_removal(gone.number, after_s=AGE_S)
     assert list(await store.wishes()) == [wanted]
+
+
+async def test_no_more_engines_are_wanted_than_there_may_be(store: SharedStore, other: SharedStore) -> None:
+    one = await store.wish(added(ONE), beside=["e-configured"], most=2)
+    with pytest.raises(Conflict, match=r"there would be 3 engines, and registration\.max_engines is 2"):
+        await other.wish(added(TWO), beside=["e-configured"], most=2)
+    assert list(await store.wishes()) == [one]
+    for again in (added(ONE, 5), removed(ONE)):
+        one = await other.wish(again, beside=["e-configured", one.engine_id], most=2)
+        assert list(await store.wishes()) == [one]
+    await store.wish(added(TWO), beside=["e-configured"], most=2)
 
 
 async def test_everybody_hears_of_a_wish(store: SharedStore, other: SharedStore) -> None:

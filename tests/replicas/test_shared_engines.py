@@ -35,6 +35,7 @@ class Fleet:
     leaving: dict[str, asyncio.Event] = field(default_factory=dict)
     contacting: dict[str, asyncio.Event] = field(default_factory=dict)
     """Adding waits for it."""
+    most: int = 64
     holding: bool = False
     """What leaves stays until its event is set."""
     drains: list[tuple[str, float]] = field(default_factory=list)
@@ -394,9 +395,9 @@ async def test_sizes_that_are_written_in_another_order_than_they_were_taken(run:
     await one.engines.add_engine(ONE, 1)
     write, hold = one.store.wish, asyncio.Event()
 
-    async def slow(wish: EngineWish) -> EngineWish:
+    async def slow(wish: EngineWish, **room: Any) -> EngineWish:
         await hold.wait()
-        return await write(wish)
+        return await write(wish, **room)
 
     one.store.wish = slow  # type: ignore[method-assign]
     first = asyncio.create_task(one.engines.add_engine(ONE, 5))
@@ -432,6 +433,19 @@ async def test_one_that_is_removed_during_its_first_contact_is_no_warning(run: R
         two.fleet.contacting[ONE].set()
         await passes()
     assert not [entry for entry in logs if entry["event"] == "engine_not_added"]
+
+
+async def test_two_that_take_the_last_place_at_different_replicas_do_not_both_get_it(run: Run):
+    one = await run.join(there={"http://named": 1}, most=2)
+    two = await run.join(there={"http://named": 1}, most=2)
+    await one.engines.add_engine("http://named")  # counted once, though it is asked for, too
+    answers = await asyncio.gather(one.engines.add_engine(ONE), two.engines.add_engine(TWO), return_exceptions=True)
+    (refused,) = [answer for answer in answers if isinstance(answer, Conflict)]
+    assert str(refused) == (
+        "with those asked for at other replicas there would be 3 engines, and registration.max_engines is 2"
+    )
+    await until(lambda: one.fleet.there == two.fleet.there, within_s=shared_engines.LOOK_S / 2)
+    assert len(one.fleet.there) == 2
 
 
 async def test_a_look_does_not_undo_a_call_that_is_under_way(run: Run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,32 @@ async def test_one_that_was_added_by_hand_is_not_the_lists_to_remove(tmp_path: P
             listed(path, later.url)
             await until(lambda: later.url in [each["url"] for each in fleet.describe()])
             assert (fleet.describe()[0]["url"], fleet.describe()[0]["leaving"]) == (engine.url, False)
+        finally:
+            await fleet.stop()
+
+
+async def test_one_of_a_list_that_was_asked_for_too_stays_when_it_is_listed_no_more(tmp_path: Path):
+    async with ScriptedEngine() as asked, ScriptedEngine() as listed_only, ScriptedEngine() as later:
+        path = tmp_path / "engines.txt"
+        listed(path, asked.url, listed_only.url)
+        fleet = Fleet([EngineSpec(url=f"file:{path}")], replace(QUICK, addable=LOOPBACK))
+        await fleet.start()
+        try:
+            assert not (await fleet.add_engine(asked.url))[1]
+            listed(path, later.url)
+            await until(lambda: {each["url"] for each in fleet.describe()} == {asked.url, later.url})
+            assert not any(each["leaving"] for each in fleet.describe())
+            # Once it is removed it is the list's again.
+            listed(path, asked.url, later.url)
+            await until(lambda: fleet.names(asked.url))
+            (id_,) = [each["id"] for each in fleet.describe() if each["url"] == asked.url]
+            await fleet.remove_engine(id_, drain_s=0)
+            listed(path, later.url)
+            await until(lambda: not fleet.names(asked.url))
+            listed(path, asked.url, later.url)
+            await until(lambda: len(fleet.describe()) == 2)
+            listed(path, later.url)
+            await until(lambda: len(fleet.describe()) == 1)
         finally:
             await fleet.stop()
 
