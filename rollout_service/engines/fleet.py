@@ -247,7 +247,7 @@ class Fleet:
 
     def _is_out(self, url: str) -> bool:
         where = same_engine(url)
-        return all(same_engine(member.engine.url) != where for member in self._members)
+        return all(member.leaving or same_engine(member.engine.url) != where for member in self._members)
 
     async def end_changes(self) -> None:
         """Add and remove no more, and answer those who wait for it: the service is ending."""

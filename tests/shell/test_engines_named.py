@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,10 @@ import pytest
 
 from rollout_service.engines import EngineSpec, Fleet, FleetSettings
 from rollout_service.engines.fleet import id_by_address
-from rollout_service.errors import EngineNotAllowed
+from rollout_service.errors import Conflict, EngineNotAllowed
 from rollout_service.settings.registration import read_pattern
 from tests.engine_fleets import fleet_of, generate, until
-from tests.engine_script import ScriptedEngine
+from tests.engine_script import Reply, ScriptedEngine, hold
 
 LOOPBACK = (read_pattern("http://127.0.0.0/8:*"),)
 QUICK = FleetSettings(
@@ -39,6 +40,20 @@ async def test_one_of_the_configuration_comes_back_as_it_is_there_whatever_else_
         await fleet.remove_engine(described["id"], drain_s=0)
         described, _ = await fleet.add_engine(engine.url, 5)
         assert described["max_inflight"] == 5
+
+
+async def test_one_that_is_still_leaving_is_asked_for_again_when_it_is_gone():
+    async with ScriptedEngine() as engine, fleet_of(engine) as fleet:
+        engine.script, answer = hold()
+        task = asyncio.create_task(generate(fleet))
+        await engine.wait_asked(1)
+        removal = asyncio.create_task(fleet.remove_engine("e0", drain_s=60))
+        await until(lambda: fleet.describe()[0]["leaving"])
+        with pytest.raises(Conflict, match="being removed"):
+            await fleet.add_engine(engine.url)
+        answer.set_result(Reply())
+        await asyncio.gather(task, removal)
+        assert (await fleet.add_engine(engine.url))[1]
 
 
 async def test_one_that_is_there_is_no_business_of_callers_who_may_add_nothing():
