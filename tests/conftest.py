@@ -32,7 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
     trust_one(Path(folder.name) / "one.pem")
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-asyncio; an older one runs these tests on the standard loop
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"asyncio": OrderlyLoop}
 

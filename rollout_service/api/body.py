@@ -34,6 +34,8 @@ _HALF = re.compile(
     re.DOTALL,
 )
 """Up to the first character that is escaped by one of its halves alone; without backtracking."""
+_HALVES = re.compile("truncated|surrogate")
+"""In what the decoder says of half a character."""
 BODY_S = 120.0
 """For a whole body: 64 MiB at 5 Mbit/s."""
 LARGE_BYTES = 2**20
@@ -158,9 +160,9 @@ def decode_object(content: bytes) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         if not content.strip():
             raise BadRequest("the body is empty") from None
-        # The decoder looks for the other half behind what is there, and finds that the body ends too soon.
-        alone = _half_a_character(content)
-        raise BadRequest(f"the body is not JSON: {alone or error}") from None
+        # The decoder looks for the other half behind what is there, and may find that the body ends too soon.
+        why = (_half_a_character(content) if _HALVES.search(str(error)) else "") or str(error)
+        raise BadRequest(f"the body is not JSON: {why}") from None
     if not isinstance(value, dict):
         raise BadRequest("the body is not a JSON object")
     if _deeper_than(value, MAX_NESTING):

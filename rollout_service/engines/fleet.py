@@ -232,9 +232,11 @@ class Fleet:
         """Engines there may be in all."""
         return self._settings.max_engines
 
-    def names(self, url: str) -> bool:
-        """Whether the configuration, or a list it names, has the engine; True as long as not all lists were read."""
-        return not self._discovery.is_complete or self._named(url) is not None
+    def names(self, url: str) -> bool | None:
+        """Whether the configuration, or a list it names, has the engine; None: a list was not read yet that may."""
+        if self._named(url) is not None:
+            return True
+        return False if self._discovery.is_complete else None
 
     def _named(self, url: str) -> EngineSpec | None:
         """The engine as the configuration or a list has it."""

@@ -2,8 +2,8 @@
 
 What always holds: the last word on each engine is in the store before its call returns, and every replica follows it,
 those that start later too. An engine that was removed stays out, wherever else it is named, until somebody adds it, or
-no replica has found it named for `FORGET_S`: what comes to that address then is another one. No look waits for an
-engine, and what a look read is not followed where a call at this replica said something else meanwhile.
+for `FORGET_S` no replica has had it or found it named: what comes to that address then is another one. No look waits
+for an engine, and what a look read is not followed where a call at this replica said something else meanwhile.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Fleet(Protocol):
     def describe(self) -> list[Description]:
         """One dict an engine: id, url, leaving …"""
 
-    def names(self, url: str) -> bool:
-        """Whether the configuration, or a list it names, has the engine; True as long as that is not known."""
+    def names(self, url: str) -> bool | None:
+        """Whether the configuration, or a list it names, has the engine; None as long as that is not known."""
 
     async def add_engine(
         self, url: str, max_inflight: Inflight | None = None, *, follows: bool = False
@@ -74,8 +74,6 @@ class SharedEngines:
         """Number of the wish that was carried out here, or is being."""
         self._calls: Counter[str] = Counter()
         """Under way here: they say themselves what is to become of the engine."""
-        self._crossed: set[str] = set()
-        """Engines of more than one call at a time: which was written down last is for the next look to say."""
         self._turn = 0
         self._turns: dict[str, int] = {}
         """The last turn in which a call began or ended."""
@@ -120,17 +118,24 @@ class SharedEngines:
     async def add_engine(self, url: str, max_inflight: Inflight | None = None) -> tuple[Description, bool]:
         """As the fleet's; the engine is contacted from here first, and the other replicas follow. Raises Conflict, too,
         where others are asked for at the same time, and there is no room for all."""
-        with self._calling(_spelled(url)):
-            description, new = await self._fleet.add_engine(url, max_inflight)
+        where = _spelled(url)
+        there = any(one_spelling(engine["url"]) == where for engine in self._fleet.describe())
+        with self._calling(where):
+            try:
+                # One that is there takes the size when that is written down.
+                description, new = await self._fleet.add_engine(url, None if there else max_inflight)
+            except asyncio.CancelledError:
+                self._added_in_vain(where, new=not there)
+                raise
             where = one_spelling(description["url"])
-            if new:  # where it cannot be written down, the look after this call finds that nobody wants it
-                self._ours.add(where)
-                self._skipped.add(where)
+            self._added_in_vain(where, new=new)
             wish = EngineWish(engine_id=description["id"], url=where, wanted=True, max_inflight=max_inflight)
             named = [each["id"] for each in self._fleet.describe() if one_spelling(each["url"]) not in self._ours]
             wish = await self._store.wish(wish, beside=named, most=self._fleet.most)
             self._out.discard(where)
-            if where not in self._crossed and wish.max_inflight == max_inflight:
+            if max_inflight is not None:  # what a look had begun may have come in between
+                description, _ = await self._fleet.add_engine(url, max_inflight, follows=True)
+            if wish.max_inflight == max_inflight:  # else there was a size before: the next look takes it
                 self._followed[where] = wish.number
         return description, new
 
@@ -147,18 +152,27 @@ class SharedEngines:
             self._ours.discard(where)
             self._followed[where] = wish.number
             removal = asyncio.ensure_future(self._fleet.remove_engine(id, drain_s=drain_s))
-            await asyncio.sleep(0)
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                removal.cancel()
+                raise
         try:
             return await removal  # not as a call: somebody may want it back, or sooner gone, before it is empty
         except NotFound:
             return {"id": id, "url": where}
         finally:
             removal.cancel()
+            self._over(where)
+
+    def _added_in_vain(self, where: str, *, new: bool) -> None:
+        """Unless its wish is written down: the look after the call finds that nobody wants the engine."""
+        if new:
+            self._ours.add(where)
+            self._skipped.add(where)
 
     @contextmanager
     def _calling(self, where: str) -> Iterator[None]:
-        if self._calls[where]:
-            self._crossed.add(where)
         self._calls[where] += 1
         self._take_turn(where)
         try:
@@ -168,7 +182,6 @@ class SharedEngines:
             self._calls[where] -= 1
             if not self._calls[where]:
                 del self._calls[where]
-                self._crossed.discard(where)
                 self._over(where)
 
     def _take_turn(self, where: str) -> None:
@@ -218,16 +231,14 @@ class SharedEngines:
             if where not in spoken:
                 (self._want if wish.wanted else self._refuse)(wish, there.get(where))
         for where in self._ours - wishes.keys() - spoken:
-            if not self._fleet.names(where):
+            if self._fleet.names(where) is not True:
                 self._ours.discard(where)
                 if where in there:
                     self._remove(there[where], DRAIN_S)
         known = wishes.keys() | spoken
         self._followed = {where: number for where, number in self._followed.items() if where in known}
         self._said = {where: why for where, why in self._said.items() if where in known}
-        await self._keep_removals(
-            [wish for where, wish in wishes.items() if where in self._out - there.keys() - spoken]
-        )
+        await self._keep_removals([wish for where, wish in wishes.items() if where in self._out - spoken])
 
     def _want(self, wish: EngineWish, here: Mapping[str, Any] | None) -> None:
         where = wish.url
@@ -244,9 +255,10 @@ class SharedEngines:
         self._followed[wish.url] = wish.number
 
     async def _keep_removals(self, wishes: list[EngineWish]) -> None:
-        """Of engines that are not here: those that are named must stay out, the others may be forgotten some day."""
+        """Of engines that are leaving, named, or may be named, for all that is known: the others may be forgotten."""
+        there = {one_spelling(engine["url"]) for engine in self._fleet.describe()}
         for wish in wishes:
-            if self._fleet.names(wish.url):
+            if wish.url in there or self._fleet.names(wish.url) is not False:
                 await self._store.remember_removal(wish.number)
             else:
                 await self._store.forget_removal(wish.number, after_s=FORGET_S)

@@ -75,8 +75,8 @@ async def copy_store(source_url: str, target_url: str, *, progress: Progress | N
         found = await _content(writer, progress)
         if found != replace(was, run=replace(kept, run=run_as_kept(kept.run))):
             raise ConfigError(f"{_name(target)}: what was read back is not what was written; nothing was copied")
-        await writer.publish()
         left_behind = _left_behind(was, found, engines=await reader.engines())
+        await writer.publish()
     return Copied(source=was, target=found, left_behind=left_behind)
 
 

@@ -249,7 +249,7 @@ class PostgresStore:
             await connection.fetchval(sql.LOCK_NAME, "engines")
             if most is not None:
                 wanted = [row["engine_id"] for row in await connection.fetch(sql.READ_WANTED)]
-                check_room({wish.engine_id, *wanted, *beside}, most)
+                check_room(wish.engine_id, {*wanted, *beside}, most)
             return await write_wish(connection, wish)
 
         kept = await self._kept(self._open().run(wished, first=sql.PLAN), shielded=False)

@@ -26,11 +26,11 @@ def check_rival(replica: Replica, *, name: str, rules: str, prompts: str, run: s
         raise ConfigError(f"{run}: replica {name} reads another prompts file")
 
 
-def check_room(engines: Collection[str], most: int) -> None:
-    """Raises Conflict where `engines` (ids) are more than a replica may have."""
-    if len(engines) > most:
+def check_room(engine_id: str, there: Collection[str], most: int) -> None:
+    """Raises Conflict where one more than `there` (ids) would be more than a replica may have."""
+    if engine_id not in there and len(there) >= most:
         raise Conflict(
-            f"with those asked for at other replicas there would be {len(engines)} engines, and"
+            f"with those asked for at other replicas there would be {len(there) + 1} engines, and"
             f" registration.max_engines is {most}"
         )
 

@@ -176,7 +176,7 @@ class SharedMemoryStore(MemoryStore):
             nonlocal kept
             if most is not None:
                 wanted = [each.engine_id for each in content.wishes.values() if each.wanted]
-                check_room({wish.engine_id, *wanted, *beside}, most)
+                check_room(wish.engine_id, {*wanted, *beside}, most)
             content.wished += 1
             before, limit = content.wishes.get(wish.engine_id), wish.max_inflight
             if limit is None and wish.wanted and before is not None and before.wanted:

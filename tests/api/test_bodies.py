@@ -63,6 +63,7 @@ async def test_what_is_no_json_object_is_a_400(service: Service, content: bytes)
         (rb'{"version": ["\ud800"]}', r"\ud800 is half a character (byte 14)"),
         (rb'{"version": "\\\uD83D\uDE00 \uDE00"}', r"\uDE00 is half a character (byte 28)"),
         (rb'{"version": "\\ud800"', "Input data was truncated"),
+        (rb'{"version": nope, "b": "\ud800"}', "JSON is malformed: invalid character (byte 16)"),
         (rb'{"version": "\ud83d\ude00"', "Input data was truncated"),
         (b'{"version": "' + b"x" * (body.OFF_LOOP_BYTES - 19) + rb"\ud83d\ude00", "Input data was truncated"),
         (b'{"version": "' + b"\\n" * 2**20, "Input data was truncated"),

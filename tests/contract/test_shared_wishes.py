@@ -103,6 +103,10 @@ async def test_no_more_engines_are_wanted_than_there_may_be(store: SharedStore, 
         one = await other.wish(again, beside=["e-configured", one.engine_id], most=2)
         assert list(await store.wishes()) == [one]
     await store.wish(added(TWO), beside=["e-configured"], most=2)
+    # Where there are too many already, those that are there may have another size.
+    assert (await store.wish(added(TWO, 9), beside=["e-configured", "e-other"], most=2)).max_inflight == 9
+    there = EngineWish(engine_id="e-other", url="http://other", wanted=True, max_inflight=3)
+    assert (await store.wish(there, beside=["e-configured", "e-other"], most=2)).max_inflight == 3
 
 
 async def test_everybody_hears_of_a_wish(store: SharedStore, other: SharedStore) -> None:

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from rollout_service.core.shared import EngineWish
 from rollout_service.engines.fleet import id_by_address
-from rollout_service.errors import Conflict, EngineRefused, NotFound, StoreUnavailable
+from rollout_service.errors import Conflict, EngineNotAllowed, EngineRefused, NotFound, StoreUnavailable
 from rollout_service.replicas import engines as shared_engines
 from rollout_service.replicas.engines import FORGET_S, SharedEngines
 from rollout_service.settings.tables import Inflight
@@ -30,11 +30,15 @@ class Fleet:
 
     there: dict[str, Inflight | None] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
+    all_read: bool = True
+    """Else more may be named."""
     wrong: dict[str, str] = field(default_factory=dict)
     """Refused, and why."""
     leaving: dict[str, asyncio.Event] = field(default_factory=dict)
     contacting: dict[str, asyncio.Event] = field(default_factory=dict)
     """Adding waits for it."""
+    nothing_else: bool = False
+    """Only what is named may come back, and who follows may resize it."""
     most: int = 64
     holding: bool = False
     """What leaves stays until its event is set."""
@@ -52,8 +56,8 @@ class Fleet:
             "leaving": url in self.leaving,
         }
 
-    def names(self, url: str) -> bool:
-        return url in self.named
+    def names(self, url: str) -> bool | None:
+        return True if url in self.named else False if self.all_read else None
 
     async def add_engine(
         self, url: str, max_inflight: Inflight | None = None, *, follows: bool = False
@@ -61,6 +65,8 @@ class Fleet:
         self.adds.append((url, max_inflight))
         if url in self.leaving:
             raise Conflict("being removed")
+        if self.nothing_else and not (url in self.named and (follows or url not in self.there)):
+            raise EngineNotAllowed("no pattern")
         new = url not in self.there
         if new or max_inflight is not None:
             self.there[url] = max_inflight
@@ -143,9 +149,10 @@ async def test_a_wish_is_followed_once(run: Run):
     await until(lambda: ONE in two.fleet.there)
     for replica in (one, two):
         await passes()
+        before = list(replica.fleet.adds)
         await replica.engines.look()
         await passes()
-        assert replica.fleet.adds == [(ONE, "auto")]
+        assert replica.fleet.adds == before
 
 
 async def test_a_shorter_drain_that_is_asked_for_later_is_followed_too(run: Run):
@@ -166,9 +173,89 @@ async def test_one_that_is_gone_from_here_can_be_removed_sooner_elsewhere(run: R
     one, two = await run.join(there={ONE: 1}), await run.join(there={ONE: 1}, holding=True)
     await one.engines.remove_engine(id_by_address(ONE), drain_s=3600)
     await until(lambda: ONE in two.fleet.leaving)
+    for _ in range(3):
+        run.clock.now += FORGET_S + 1
+        await two.engines.look()
+        await one.engines.look()
     assert await one.engines.remove_engine(id_by_address(ONE), drain_s=0) == {"id": id_by_address(ONE), "url": ONE}
     await until(lambda: two.fleet.drains == [(ONE, 3600), (ONE, 0)])
     two.fleet.leaving[ONE].set()
+
+
+async def test_one_that_is_wanted_back_while_a_call_here_drains_it_comes_back_at_once(run: Run):
+    one, two = await run.join(there={ONE: 1}, holding=True), await run.join()
+    removal = asyncio.create_task(one.engines.remove_engine(id_by_address(ONE), drain_s=60))
+    await until(lambda: ONE in one.fleet.leaving)
+    await two.engines.add_engine(ONE, 5)
+    await passes()
+    one.fleet.leaving[ONE].set()
+    await removal
+    await until(lambda: one.fleet.there == {ONE: 5}, within_s=shared_engines.LOOK_S / 2)
+
+
+async def test_one_that_is_named_comes_back_with_a_size_where_nothing_else_may_be_added(run: Run):
+    one, two = await run.join(there={ONE: 1}, named={ONE}, nothing_else=True), await run.join(nothing_else=True)
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    assert (await one.engines.add_engine(ONE, 5))[0]["max_inflight"] == 5
+    assert one.fleet.there == {ONE: 5}
+    with pytest.raises(EngineNotAllowed):
+        await one.engines.add_engine(TWO)
+    assert not two.fleet.there
+
+
+async def test_a_size_that_cannot_be_written_down_is_not_taken(run: Run):
+    one = await run.join(there={ONE: 1, TWO: 2})
+    await one.engines.add_engine(ONE, 4)
+    run.memory.broken = "no space left"
+    for url in (ONE, TWO):
+        with pytest.raises(StoreUnavailable):
+            await one.engines.add_engine(url, 9)
+    run.memory.broken = None
+    await one.engines.look()
+    await passes()
+    assert one.fleet.there == {ONE: 4, TWO: 2}
+
+
+async def test_one_that_could_not_be_written_down_leaves_though_some_list_was_not_read_yet(run: Run):
+    one = await run.join(all_read=False)
+    run.memory.broken = "no space left"
+    with pytest.raises(StoreUnavailable):
+        await one.engines.add_engine(ONE)
+    run.memory.broken = None
+    await one.engines.look()
+    await until(lambda: not one.fleet.there)
+    assert len(await one.store.wishes()) == 0
+
+
+async def test_a_removal_is_not_forgotten_while_some_list_was_not_read_yet(run: Run):
+    one = await run.join(there={ONE: 1}, all_read=False)
+    await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
+    for _ in range(3):
+        run.clock.now += FORGET_S + 1
+        await one.engines.look()
+    assert len(await one.store.wishes()) == 1
+
+
+async def test_a_caller_that_is_gone_before_the_first_contact_ended_leaves_nothing(run: Run):
+    one = await run.join(contacting={ONE: asyncio.Event()})
+    adding = asyncio.create_task(one.engines.add_engine(ONE))
+    await until(lambda: ONE in one.fleet.there)
+    adding.cancel()
+    await asyncio.wait([adding])
+    one.fleet.contacting[ONE].set()
+    await until(lambda: not one.fleet.there, within_s=shared_engines.LOOK_S / 2)
+
+
+async def test_a_call_that_overtakes_what_a_look_began_has_the_last_word(run: Run):
+    one = await run.join(there={ONE: 1})
+    two = await run.join()
+    two.store.pushes = one.store.pushes = False
+    await two.engines.add_engine(ONE, 5)
+    await one.engines.look()  # begun, and not one step of it done
+    assert one.fleet.there == {ONE: 1}
+    await one.engines.add_engine(ONE, 9)
+    await one.engines.look()
+    await until(lambda: one.fleet.there == {ONE: 9})
 
 
 async def test_one_that_nobody_could_add_can_be_removed(run: Run):
@@ -374,7 +461,7 @@ async def test_a_look_that_was_begun_before_a_call_does_not_undo_it(run: Run):
     assert one.engines.keeps_out(ONE)
     await passes()
     assert one.fleet.there == {TWO: None}
-    assert one.fleet.adds == [(ONE, 4), (TWO, None)]
+    assert one.fleet.adds == [(ONE, None), (ONE, 4), (TWO, None)]
 
 
 async def test_of_sizes_asked_for_together_all_have_the_one_that_was_written_last(run: Run):
@@ -390,23 +477,24 @@ async def test_of_sizes_asked_for_together_all_have_the_one_that_was_written_las
     await until(lambda: three.fleet.there[TWO] == one.fleet.there[TWO] == 7)
 
 
-async def test_sizes_that_are_written_in_another_order_than_they_were_taken(run: Run):
+async def test_sizes_that_are_taken_in_another_order_than_they_were_written(run: Run):
     one, two = await run.join(), await run.join()
     await one.engines.add_engine(ONE, 1)
     write, hold = one.store.wish, asyncio.Event()
 
     async def slow(wish: EngineWish, **room: Any) -> EngineWish:
+        kept = await write(wish, **room)
         await hold.wait()
-        return await write(wish, **room)
+        return kept
 
     one.store.wish = slow  # type: ignore[method-assign]
     first = asyncio.create_task(one.engines.add_engine(ONE, 5))
-    await until(lambda: one.fleet.there[ONE] == 5)
+    await until(lambda: two.fleet.there.get(ONE) == 5)
     one.store.wish = write  # type: ignore[method-assign]
     await one.engines.add_engine(ONE, 9)
     hold.set()
     await first
-    await until(lambda: one.fleet.there == two.fleet.there == {ONE: 5})
+    await until(lambda: one.fleet.there == two.fleet.there == {ONE: 9})
 
 
 async def test_what_is_asked_for_elsewhere_during_a_call_that_fails_is_followed_at_once(run: Run):

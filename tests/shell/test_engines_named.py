@@ -126,9 +126,9 @@ async def test_lists_that_were_not_read_yet_may_name_anything(tmp_path: Path):
     fleet = Fleet([EngineSpec(url=f"file:{path}")], QUICK)
     await fleet.start()
     try:
-        assert fleet.names("http://127.0.0.1:1")
+        assert fleet.names("http://127.0.0.1:1") is None
         listed(path)
-        await until(lambda: not fleet.names("http://127.0.0.1:1"))
+        await until(lambda: fleet.names("http://127.0.0.1:1") is False)
     finally:
         await fleet.stop()
 
