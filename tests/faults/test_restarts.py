@@ -102,7 +102,8 @@ async def test_scoring_starts_again_after_a_kill_and_the_file_goes_on_at_the_nex
     asked = len(engine.attempts)
     await svc.kill()
     rewards = svc.directory / "fault_rewards.py"
-    rewards.write_text(rewards.read_text().replace('if mode == "sleep":', 'if mode == "never":'))
+    # Of another length: the same length within the same second, and Python takes what it had compiled for the same.
+    rewards.write_text(rewards.read_text().replace('if mode == "sleep":', 'if mode == "sleeps no more":'))
     await svc.start()
     groups = await svc.collect(6)
     assert sorted(group["prompt_id"] for group in groups) == [row["prompt_id"] for row in rows]

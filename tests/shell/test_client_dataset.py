@@ -332,11 +332,11 @@ def test_rank_0_renews_the_lease_while_the_step_is_trained_and_stops_with_it(ser
 
     def train(rank: int) -> None:
         dataset = RolloutDataset(
-            service.url, 4, rank=rank, world=2, lease_s=1, run_id="run", barrier=lambda: barrier.wait(WITHIN_S)
+            service.url, 4, rank=rank, world=2, lease_s=4, run_id="run", barrier=lambda: barrier.wait(WITHIN_S)
         )
         for _ in dataset:
             if rank == 1:
-                service.wait_for(lambda: all(held.renewals >= 2 for held in service.leases.values()))
+                service.wait_for(lambda: all(held.renewals >= 2 for held in service.leases.values()), WITHIN_S)
 
     assert in_threads(2, train) == [None, None]
     assert service.acked == ["g0", "g1", "g2", "g3", "g4"]
