@@ -200,10 +200,10 @@ def test_after_a_reset_no_lease_from_before_is_handed_over(service, connect):
 
 
 def test_leases_are_renewed_before_they_run_out_in_hand_and_waiting(service, connect):
-    with connect().prefetch(max_groups=2, lease_s=2) as leases:
+    with connect().prefetch(max_groups=2, lease_s=4) as leases:
         next(leases)
         leased(service, 2)
-        service.wait_for(lambda: all(held.renewals >= 2 for held in service.leases.values()))
+        service.wait_for(lambda: all(held.renewals >= 2 for held in service.leases.values()), within=30)
 
 
 def test_a_lease_that_ran_out_while_it_waited_is_passed_over(service, connect, caplog):
