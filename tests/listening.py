@@ -101,7 +101,7 @@ async def end(runner: web.BaseRunner[Any]) -> None:
 
 async def _begun() -> None:
     for _ in range(ACCEPTING_TURNS):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # a turn of the loop: nothing tells of the connection in between
 
 
 async def cut(writer: asyncio.StreamWriter) -> None:

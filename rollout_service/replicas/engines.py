@@ -153,7 +153,7 @@ class SharedEngines:
             self._followed[where] = wish.number
             removal = asyncio.ensure_future(self._fleet.remove_engine(id, drain_s=drain_s))
             try:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # its first step: the engine is leaving before a look may see it
             except asyncio.CancelledError:
                 removal.cancel()
                 raise

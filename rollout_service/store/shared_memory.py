@@ -191,7 +191,7 @@ class SharedMemoryStore(MemoryStore):
     async def wishes(self) -> Sequence[EngineWish]:
         self._check_open()
         wishes = sorted(self._memory.content.wishes.values(), key=lambda wish: wish.number)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # as every call here, once
         return wishes
 
     async def remember_removal(self, number: int) -> None:

@@ -89,7 +89,7 @@ async def test_a_removal_that_is_remembered_is_as_new(store: SharedStore, other:
             break  # else it was old again by then: once more
     assert list(await store.wishes()) == [wanted, gone]
     while await now() - begun <= 2 * AGE_S:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # as above
     await store.forget_removal(gone.number, after_s=AGE_S)
     assert list(await store.wishes()) == [wanted]
 

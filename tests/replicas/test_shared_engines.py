@@ -440,7 +440,7 @@ async def test_one_that_is_named_by_now_is_not_undone(run: Run):
     assert ONE in one.fleet.there
 
 
-async def test_a_look_that_was_begun_before_a_call_does_not_undo_it(run: Run):
+async def test_a_look_that_was_begun_before_a_call_does_not_undo_it(run: Run, monkeypatch: pytest.MonkeyPatch):
     one = await run.join(there={ONE: 1})
     await one.engines.add_engine(ONE, 4)
     read, hold = one.store.wishes, asyncio.Event()
@@ -450,10 +450,10 @@ async def test_a_look_that_was_begun_before_a_call_does_not_undo_it(run: Run):
         await hold.wait()
         return found
 
-    one.store.wishes = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(one.store, "wishes", slow)
     look = asyncio.create_task(one.engines.look())
     await passes()
-    one.store.wishes = read  # type: ignore[method-assign]
+    monkeypatch.setattr(one.store, "wishes", read)
     await one.engines.remove_engine(id_by_address(ONE), drain_s=0)
     await one.engines.add_engine(TWO)
     hold.set()
@@ -477,7 +477,7 @@ async def test_of_sizes_asked_for_together_all_have_the_one_that_was_written_las
     await until(lambda: three.fleet.there[TWO] == one.fleet.there[TWO] == 7)
 
 
-async def test_sizes_that_are_taken_in_another_order_than_they_were_written(run: Run):
+async def test_sizes_that_are_taken_in_another_order_than_they_were_written(run: Run, monkeypatch: pytest.MonkeyPatch):
     one, two = await run.join(), await run.join()
     await one.engines.add_engine(ONE, 1)
     write, hold = one.store.wish, asyncio.Event()
@@ -487,10 +487,10 @@ async def test_sizes_that_are_taken_in_another_order_than_they_were_written(run:
         await hold.wait()
         return kept
 
-    one.store.wish = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(one.store, "wish", slow)
     first = asyncio.create_task(one.engines.add_engine(ONE, 5))
     await until(lambda: two.fleet.there.get(ONE) == 5)
-    one.store.wish = write  # type: ignore[method-assign]
+    monkeypatch.setattr(one.store, "wish", write)
     await one.engines.add_engine(ONE, 9)
     hold.set()
     await first

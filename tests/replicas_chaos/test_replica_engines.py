@@ -45,7 +45,7 @@ class Calls:
         """Until these engines are there, and no others."""
         async with asyncio.timeout(WITHIN_S):
             while {url: good for url, (_, good) in (await self.engines()).items()} != dict.fromkeys(healthy, True):
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # between two looks
 
 
 @asynccontextmanager
@@ -133,4 +133,4 @@ async def test_engines_come_and_go_at_all_replicas_through_any_of_them(
 async def until_answering(calls: Calls) -> None:
     async with asyncio.timeout(WITHIN_S):
         while (await calls.member.readyz())[0] == 0:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # between two looks

@@ -68,7 +68,7 @@ async def test_what_is_accepted_while_a_server_ends_is_closed(
         host, _, port = address.rpartition(":")
         caller = socket.create_connection((host, int(port)))
         for _ in range(turns):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the turns are what is tested
     with caller:
         caller.setblocking(False)
         assert await asyncio.wait_for(ended(caller), 5)
